@@ -1,6 +1,40 @@
 """Every use of a part of torch that is not public, in one place, each with its reason and the public way that falls short."""
 
+import torch
+import torch.fx.traceback as _traceback
+
+# Tensors with a shape, dtype and device but no data: what a function is captured with. Meta tensors, the public form, lose the device
+# (kernels and dtypes are chosen by it).
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+# `annotate(mapping)`: a context manager whose mapping is attached to graph nodes made inside it (documented as experimental). Transforms
+# mark forward and backward with it, capture reads it. Fallback: a ContextVar of our own.
 from torch.fx.traceback import annotate as annotate
 
-# `torch.fx.traceback.annotate(mapping)`: a context manager whose mapping is attached to graph nodes made inside it. torch.fx.traceback is
-# documented as experimental. Transforms mark forward and backward with it, capture reads it. Fallback: a ContextVar of our own.
+# Sees every operation below autograd and functorch: what capture records and what keyed randomness replaces. `make_fx` is built on it,
+# but keeps neither user lines for backward nodes nor tags of ours without a second look at each node.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# Runs a few operations for real while a mode is active: constants are folded at capture. No public counterpart.
+
+
+def current_annotation() -> dict[str, object]:
+    """What `annotate` says at this point; read through the module since torch replaces the dict."""
+    return _traceback.current_meta.get("custom", {})
+
+
+def current_autograd_sequence_number() -> int | None:
+    """The sequence number of the autograd node that is running its backward, or None outside a backward.
+
+    Gives a backward operation the line of its forward operation. Anomaly mode, the public way to relate them, is slow and only prints.
+    """
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def next_autograd_sequence_number() -> int:
+    """The number that the next autograd node of this thread will get."""
+    return torch.autograd._get_sequence_nr()
