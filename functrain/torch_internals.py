@@ -38,3 +38,13 @@ def current_autograd_sequence_number() -> int | None:
 def next_autograd_sequence_number() -> int:
     """The number that the next autograd node of this thread will get."""
     return torch.autograd._get_sequence_nr()
+
+
+def single_threaded_backward() -> torch.autograd.set_multithreading_enabled:
+    """Backward runs in the calling thread, so that what is recorded there sees this thread's context variables."""
+    return torch.autograd.set_multithreading_enabled(False)
+
+
+def active_modes() -> list[TorchDispatchMode]:
+    """The dispatch modes that are active now, outermost first. No public way to ask."""
+    return _get_current_dispatch_mode_stack()
