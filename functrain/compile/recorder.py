@@ -145,6 +145,13 @@ class Recorder(TorchDispatchMode):
         self._bind(fake, self._constant(value))
         return fake
 
+    def constant(self, value: torch.Tensor, tags: dict[str, Any]) -> torch.Tensor:
+        """Add a constant and return the fake tensor that stands for it."""
+        self.origin = tags
+        fake = self._lift(value)
+        self.origin = None
+        return fake
+
     def _constant(self, x: torch.Tensor) -> fx.Node:
         if isinstance(x, FakeTensor):
             raise CaptureError(f"{self._where()}: a tensor of another capture is used here. Do not keep tensors of a traced function outside it.")

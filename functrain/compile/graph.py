@@ -1,0 +1,92 @@
+"""Small questions about FX graphs that several passes ask: which storage a value lives in, which nodes are views, what is dead."""
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+
+def schema_of(node: fx.Node) -> Any:
+    """The operator's schema, or None for what is no operator (getitem)."""
+    return node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+
+
+def is_mutable(node: fx.Node) -> bool:
+    """Whether the node writes one of its arguments."""
+    schema = schema_of(node)
+    return schema is not None and schema.is_mutable
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's result may share storage with an argument without writing it."""
+    if node.target is operator.getitem:
+        return True
+    schema = schema_of(node)
+    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def values(node: fx.Node) -> list[torch.Tensor]:
+    """The (fake) tensors that a node makes: one, several, or none."""
+    val = node.meta.get("val")
+    items = val if isinstance(val, (tuple, list)) else (val,)
+    return [x for x in items if isinstance(x, torch.Tensor)]
+
+
+def value_bytes(x: torch.Tensor) -> int:
+    """Bytes of a tensor's storage."""
+    return x.untyped_storage().nbytes()
+
+
+def operations(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes that compute something."""
+    return (node for node in graph.nodes if node.op == "call_function")
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    """The inputs, in order."""
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def outputs(graph: fx.Graph) -> list[Any]:
+    """What the graph returns: nodes, or plain values."""
+    return list(graph.output_node().args[0])
+
+
+def drop_dead_code(graph: fx.Graph) -> int:
+    """Remove operations whose result nobody uses, except those that write; returns how many."""
+    before = len(graph.nodes)
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("call_function", "get_attr") and not node.users and not is_mutable(node):
+            graph.erase_node(node)
+    return before - len(graph.nodes)
+
+
+class Storages:
+    """Which storage each node's result lives in, by following views.
+
+    Decided by the operators' schemas, not by fake tensors: passes make nodes whose values are copies of others' and share no storage
+    with what they view.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.owner: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            self.owner[node] = self._root(node)
+        self.members: dict[fx.Node, list[fx.Node]] = {}
+        for node, owner in self.owner.items():
+            self.members.setdefault(owner, []).append(node)
+
+    def _root(self, node: fx.Node) -> fx.Node:
+        """The node that allocated what this one shows. An item of a tuple has its own storage, unless the tuple is of views."""
+        if node.op != "call_function" or not is_view(node):
+            return node
+        source = node.args[0]
+        if node.target is operator.getitem and isinstance(source, fx.Node) and not is_view(source):
+            return node
+        return self.owner[source] if isinstance(source, fx.Node) else node
+
+    def users(self, owner: fx.Node) -> set[fx.Node]:
+        """Every node that reads the storage, directly or through a view (the views themselves included)."""
+        return {user for member in self.members[owner] for user in member.users}
