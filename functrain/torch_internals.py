@@ -19,6 +19,8 @@ from torch.fx.traceback import annotate as annotate
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # Runs a few operations for real while a mode is active: constants are folded at capture. No public counterpart.
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 def current_annotation() -> dict[str, object]:
