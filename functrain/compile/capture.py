@@ -1,6 +1,6 @@
 """A function and its arguments -> one graph on global shapes, without mutation: the whole step, optimizer included.
 
-    user function + abstract leaves -> record (recorder.py) -> remove mutation (functionalize.py) -> drop dead code
+user function + abstract leaves -> record (recorder.py) -> remove mutation (functionalize.py) -> drop dead code
 """
 
 import time

@@ -57,4 +57,6 @@ def _tags(node: fx.Node) -> dict[str, Any]:
 def _check(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            raise CaptureError(f"{node.meta.get('source')}: the in-place operation {node.target} cannot be made functional; use its functional form")
+            raise CaptureError(
+                f"{node.meta.get('source')}: the in-place operation {node.target} cannot be made functional; use its functional form"
+            )

@@ -5,7 +5,7 @@ backward alike. A backward operation takes the line of the forward operation it 
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,11 @@ class Recorder(TorchDispatchMode):
 
     # Control-flow operators come here too, and are refused with a message of ours.
     supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would otherwise import its compiler (a second) to keep it out of this mode's method, where it never comes."""
+        return False
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         super().__init__()
@@ -75,7 +80,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
-            raise CaptureError(f"{self._where()}: the operator {func} holds functions of its own, which one flat graph cannot. Write it with ordinary operations.")
+            raise CaptureError(
+                f"{self._where()}: the operator {func} holds functions of its own, which one flat graph cannot. Write it with ordinary operations."
+            )
         tensors = [x for x in _flat(args, kwargs) if isinstance(x, torch.Tensor)]
         if tensors and not any(isinstance(x, FakeTensor) for x in tensors):
             return self._fold(func, args, kwargs)
@@ -130,7 +137,9 @@ class Recorder(TorchDispatchMode):
     def _fold(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation on real tensors alone (of the enclosing scope) has its value now."""
         if func._schema.is_mutable:
-            raise MutationError(f"{self._where()}: {func} changes a tensor from outside the function. Pass it as an argument and return the new value.")
+            raise MutationError(
+                f"{self._where()}: {func} changes a tensor from outside the function. Pass it as an argument and return the new value."
+            )
         if is_random(func, args, kwargs):
             raise RandomnessError(f"{self._where()}: {func} draws from torch's global generator. Pass a key and call functrain.random.")
         if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...) written inside the function: new on every call
@@ -154,7 +163,9 @@ class Recorder(TorchDispatchMode):
 
     def _constant(self, x: torch.Tensor) -> fx.Node:
         if isinstance(x, FakeTensor):
-            raise CaptureError(f"{self._where()}: a tensor of another capture is used here. Do not keep tensors of a traced function outside it.")
+            raise CaptureError(
+                f"{self._where()}: a tensor of another capture is used here. Do not keep tensors of a traced function outside it."
+            )
         name = f"constant{len(self.constants)}"
         self.constants[name] = x.detach()
         node = self.graph.get_attr(name)
@@ -217,6 +228,3 @@ def _flat(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
 
 def _storage(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
-
-
-RecordedFunction = Callable[..., Any]
