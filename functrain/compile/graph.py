@@ -1,5 +1,6 @@
 """Small questions about FX graphs that several passes ask: which storage a value lives in, which nodes are views, what is dead."""
 
+import functools
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -19,12 +20,29 @@ def is_mutable(node: fx.Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether the node's result may share storage with an argument without writing it."""
+@functools.cache
+def _alias_positions(schema: Any) -> tuple[str, ...]:
+    """Names of the arguments that the results may share storage with (the written ones included)."""
+    shared = {name for r in schema.returns if r.alias_info is not None for name in r.alias_info.before_set}
+    return tuple(a.name for a in schema.arguments if a.alias_info is not None and shared & set(a.alias_info.before_set))
+
+
+def aliased_argument(node: fx.Node) -> fx.Node | None:
+    """The node whose storage this one's result shares, by the operator's schema; None where the result has its own."""
     if node.target is operator.getitem:
-        return True
+        return node.args[0] if isinstance(node.args[0], fx.Node) else None
     schema = schema_of(node)
-    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    names = _alias_positions(schema) if schema is not None else ()
+    for i, argument in enumerate(schema.arguments if names else ()):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        if argument.name in names and isinstance(value, fx.Node):
+            return value
+    return None
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node allocates nothing: its result shows an argument's storage (or is an item of a tuple)."""
+    return aliased_argument(node) is not None
 
 
 def values(node: fx.Node) -> list[torch.Tensor]:
@@ -80,12 +98,16 @@ class Storages:
 
     def _root(self, node: fx.Node) -> fx.Node:
         """The node that allocated what this one shows. An item of a tuple has its own storage, unless the tuple is of views."""
-        if node.op != "call_function" or not is_view(node):
+        source = aliased_argument(node)
+        if source is None or (node.target is operator.getitem and aliased_argument(source) is None):
             return node
-        source = node.args[0]
-        if node.target is operator.getitem and isinstance(source, fx.Node) and not is_view(source):
-            return node
-        return self.owner[source] if isinstance(source, fx.Node) else node
+        return self.owner[source]
+
+    def merge(self, node: fx.Node, into: fx.Node) -> None:
+        """Record that a node now writes into another's storage."""
+        for member in self.members.pop(node, []):
+            self.owner[member] = into
+            self.members[into].append(member)
 
     def users(self, owner: fx.Node) -> set[fx.Node]:
         """Every node that reads the storage, directly or through a view (the views themselves included)."""
