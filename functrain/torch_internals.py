@@ -1,5 +1,8 @@
 """Every use of a part of torch that is not public, in one place, each with its reason and the public way that falls short."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.fx.traceback as _traceback
 
@@ -50,3 +53,27 @@ def single_threaded_backward() -> torch.autograd.set_multithreading_enabled:
 def active_modes() -> list[TorchDispatchMode]:
     """The dispatch modes that are active now, outermost first. No public way to ask."""
     return _get_current_dispatch_mode_stack()
+
+
+def compile_whole_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[list[Any]], list[Any]]:
+    """Inductor on a graph that is not to be differentiated or traced again.
+
+    `torch.compile`, the public way, would run the graph's Python through Dynamo first, and lifts no limit on recompilations. Imported
+    here, when it is first needed: the compiler takes seconds to load.
+    """
+    from torch._inductor.compile_fx import compile_fx  # noqa: PLC0415
+
+    with torch.no_grad():
+        compiled = compile_fx(graph, inputs)
+
+    def call(values: list[Any]) -> list[Any]:
+        arguments = tuple(values)
+        values.clear()
+        return list(compiled(*arguments))
+
+    return call
+
+
+def transform_is_active() -> bool:
+    """Whether this runs inside grad, vmap, jvp or vjp of torch.func, whose tensors are wrapped. No public way to ask."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
