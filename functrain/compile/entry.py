@@ -1,0 +1,127 @@
+"""One captured version of a step, and which arguments it is for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from functrain.compile.capture import Output
+from functrain.compile.errors import DonatedError
+from functrain.compile.guards import Guards
+from functrain.compile.lower import Executable
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a graph depends on of its tensor leaves. Lists, so that a call compares four lists and builds no object per leaf."""
+
+    shapes: list[Any]
+    dtypes: list[Any]
+    devices: list[Any]
+    contiguous: list[bool]
+    strides: tuple[tuple[int, tuple[int, ...]], ...]  # (place, stride) of the leaves that are not contiguous
+
+    def difference(self, other: "Signature", paths: Sequence[str], key: Any, other_key: Any) -> str:
+        """What differs from another signature, in words: the first three leaves, or the rest of the key."""
+        if key[0] != other_key[0]:
+            return "the arguments have another structure"
+        if key[1] != other_key[1]:
+            changed = [f"{a[0]}={a[1]!r} (was {b[1]!r})" for a, b in zip(key[1], other_key[1], strict=False) if a != b]
+            return "static arguments changed: " + ", ".join(changed)
+        if key[2] != other_key[2]:
+            return "torch's default dtype or autocast changed"
+        found = [
+            f"{path} was {list(s0)} {_name(d0)} and is {list(s1)} {_name(d1)}" + ("" if c0 == c1 else ", with other strides")
+            for path, s0, s1, d0, d1, c0, c1 in zip(
+                paths, other.shapes, self.shapes, other.dtypes, self.dtypes, other.contiguous, self.contiguous, strict=True
+            )
+            if (s0, d0, c0) != (s1, d1, c1)
+        ]
+        return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "") or "strides or devices changed"
+
+
+def signature_of(leaves: Sequence[Any]) -> Signature:
+    """Read a signature off tensors (or abstract leaves)."""
+    contiguous = [x.is_contiguous() for x in leaves]
+    return Signature(
+        shapes=[tuple(x.shape) for x in leaves],
+        dtypes=[x.dtype for x in leaves],
+        devices=[x.device for x in leaves],
+        contiguous=contiguous,
+        strides=tuple((i, tuple(leaves[i].stride())) for i, c in enumerate(contiguous) if not c),
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An executable, its signature and what a call needs, worked out once."""
+
+    executable: Executable
+    signature: Signature
+    guards: Guards
+    donated: list[int]  # places of donated leaves, in order
+    labels: list[str]  # what to call each donated leaf in an error
+    emptied: list[int]  # among the donated leaves, those whose memory no result takes over
+    all_tensors: bool  # every leaf of the result is a tensor
+    tensor_types: frozenset[type]  # leaf types seen; anything else is looked at closely
+
+    @staticmethod
+    def make(executable: Executable, signature: Signature, guards: Guards, name: str) -> "Entry":
+        """Work out what calls will need."""
+        captured = executable.lowered.captured
+        donated = sorted(executable.lowered.donated)
+        return Entry(
+            executable,
+            signature,
+            guards,
+            donated,
+            [f"{captured.in_paths[i]} of {name}" for i in donated],
+            [k for k, i in enumerate(donated) if i not in executable.aliased],
+            all(isinstance(leaf, Output) for leaf in captured.out_leaves),
+            frozenset((torch.Tensor, torch.nn.Parameter)),
+        )
+
+    def fits(self, leaves: list[Any]) -> bool:
+        """Whether the leaves are tensors of this signature. Four comprehensions and four list comparisons: nothing else per leaf."""
+        want = self.signature
+        if len(leaves) != len(want.shapes) or not self.tensor_types.issuperset(map(type, leaves)):
+            return False
+        return (
+            [x.shape for x in leaves] == want.shapes
+            and [x.dtype for x in leaves] == want.dtypes
+            and [x.is_contiguous() for x in leaves] == want.contiguous
+            and [x.device for x in leaves] == want.devices
+            and all(leaves[i].stride() == stride for i, stride in want.strides)
+        )
+
+    def check_distinct(self, leaves: list[Any]) -> None:
+        """Raise if one tensor is donated and passed a second time."""
+        if len(set(map(id, leaves))) == len(leaves):
+            return
+        paths = self.executable.lowered.captured.in_paths
+        places: dict[int, int] = {}
+        donated = set(self.donated)
+        for i, leaf in enumerate(leaves):
+            j = places.setdefault(id(leaf), i)
+            if j != i and (i in donated or j in donated):
+                raise DonatedError(
+                    f"{paths[j]} and {paths[i]} are the same tensor, and one of them is donated: the step would overwrite a value that it still "
+                    f"reads. Pass a copy (`.clone()`) of one, or do not donate it."
+                )
+
+    def check_overlap(self, leaves: list[Any]) -> None:
+        """Raise if a donated leaf shares memory with another leaf. Done once for each capture, since it sorts."""
+        paths = self.executable.lowered.captured.in_paths
+        donated = set(self.donated)
+        spans = sorted((x.data_ptr(), x.data_ptr() + x.numel() * x.element_size(), i) for i, x in enumerate(leaves) if x.numel() and x.is_contiguous())
+        for (_, end, i), (start, _, j) in zip(spans, spans[1:], strict=False):
+            if start < end and (i in donated or j in donated):
+                raise DonatedError(
+                    f"{paths[i]} and {paths[j]} share memory, and one of them is donated: the step would overwrite a value that it still reads. "
+                    "Pass a copy (`.clone()`) of one, or do not donate it."
+                )
