@@ -1,0 +1,16 @@
+// What differs between compilers and machines, in one place.
+#pragma once
+
+// CLONES: compile this function for several instruction sets, chosen when the library is loaded. It needs GNU's indirect functions; without
+// them the baseline is what there is. What it calls should be INLINE, so that the clone's instruction set reaches it.
+#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && defined(__GLIBC__)
+#define CLONES __attribute__((target_clones("default", "arch=haswell", "arch=skylake-avx512")))
+#else
+#define CLONES
+#endif
+
+#if defined(__GNUC__)
+#define INLINE __attribute__((always_inline)) inline
+#else
+#define INLINE inline
+#endif
