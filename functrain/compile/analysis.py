@@ -27,7 +27,9 @@ class MemoryAnalysis:
 
     def __str__(self) -> str:
         rows = [(name, getattr(self, name)) for name in ("arguments", "outputs", "aliased", "constants", "temporaries", "peak")]
-        return "\n".join(f"{name:12} {size / 2**20:12.2f} MiB" for name, size in rows) + f"\npeak at      {self.peak_at} ({self.peak_source})"
+        return (
+            "\n".join(f"{name:12} {size / 2**20:12.2f} MiB" for name, size in rows) + f"\npeak at      {self.peak_at} ({self.peak_source})"
+        )
 
 
 @dataclass(frozen=True)

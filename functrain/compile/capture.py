@@ -94,8 +94,10 @@ def as_tensor_leaf(leaf: Any, path: str) -> torch.Tensor:
     Raises:
         LeafError: the leaf is neither; the remedy is `static_argnames`.
     """
-    if isinstance(leaf, torch.Tensor):
+    if type(leaf) in (torch.Tensor, torch.nn.Parameter):
         return leaf
+    if isinstance(leaf, torch.Tensor):
+        raise LeafError(f"argument {path} is a {type(leaf).__name__}: pass plain tensors, for instance `x.as_subclass(torch.Tensor)`")
     if isinstance(leaf, (bool, int, float, complex)) or type(leaf).__module__ == "numpy":
         return torch.as_tensor(leaf)
     raise LeafError(

@@ -14,6 +14,7 @@ import torch.fx as fx
 from functrain.compile.graph import is_view, operations, outputs, placeholders, value_bytes, values
 from functrain.compile.source import SourceLine
 
+FILENAME = "<functrain step>"  # of the generated source, in tracebacks
 Boxed = Callable[[list[torch.Tensor]], list[Any]]
 
 
@@ -48,7 +49,7 @@ def generate(graph: fx.GraphModule, release_over: int = 0) -> Program:
     writer = _Writer(graph, release_over)
     text = writer.write()
     scope = dict(writer.bound)
-    exec(compile(text, "<functrain step>", "exec"), scope)
+    exec(compile(text, FILENAME, "exec"), scope)
     return Program(scope["step"], text, tuple(writer.released), tuple(writer.kept), writer.lines)
 
 

@@ -118,7 +118,9 @@ class Entry:
         """Raise if a donated leaf shares memory with another leaf. Done once for each capture, since it sorts."""
         paths = self.executable.lowered.captured.in_paths
         donated = set(self.donated)
-        spans = sorted((x.data_ptr(), x.data_ptr() + x.numel() * x.element_size(), i) for i, x in enumerate(leaves) if x.numel() and x.is_contiguous())
+        spans = sorted(
+            (x.data_ptr(), x.data_ptr() + x.numel() * x.element_size(), i) for i, x in enumerate(leaves) if x.numel() and x.is_contiguous()
+        )
         for (_, end, i), (start, _, j) in zip(spans, spans[1:], strict=False):
             if start < end and (i in donated or j in donated):
                 raise DonatedError(

@@ -21,6 +21,19 @@ _MAX_ITEMS = 64  # of a container that are compared; a larger one is compared by
 _MAX_FUNCTIONS = 500
 
 
+class _Same:
+    """Equal to itself around the same object only. Holds the object: an id alone may be given to another after it dies."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 _GONE = object()  # stands for a variable that was deleted
 
 
@@ -48,11 +61,11 @@ class Guards:
     variables: tuple[Variable, ...]
     held: tuple[Any, ...]  # fingerprints
 
-    def check(self, captured: bool = True) -> None:
+    def check(self, during_capture: bool = False) -> None:
         """Raise if any holds something else now.
 
         Args:
-            captured: False during the capture itself: then the function has changed the variable.
+            during_capture: whether the function is the only code that ran since: then it has changed the variable itself.
 
         Raises:
             ImpureError: names the variable, a line that uses it, both values and the remedy.
@@ -60,7 +73,7 @@ class Guards:
         for variable, before in zip(self.variables, self.held, strict=True):
             now = fingerprint(variable.value())
             if now != before:
-                raise ImpureError(_changed(variable, before, now, captured))
+                raise ImpureError(_changed(variable, before, now, during_capture))
 
 
 def watch(function: Callable[..., Any]) -> Guards:
@@ -74,20 +87,24 @@ def fingerprint(value: Any, depth: int = 0) -> Any:
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
         return (type(value).__name__, value)
     if isinstance(value, torch.Tensor):
-        return ("tensor", id(value), value._version)
+        return ("tensor", _Same(value), value._version)
     if isinstance(value, (list, tuple, set, frozenset, dict)):
         if depth > 1 or len(value) > _MAX_ITEMS:
             return (type(value).__name__, len(value))
         items = value.items() if isinstance(value, dict) else value
         return (type(value).__name__, tuple(fingerprint(x, depth + 1) for x in items))
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and depth < 2:
-        return (type(value).__name__, id(value), fingerprint({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, depth + 1))
-    return (type(value).__name__, id(value))
+        return (
+            type(value).__name__,
+            _Same(value),
+            fingerprint({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, depth + 1),
+        )
+    return (type(value).__name__, _Same(value))
 
 
-def _changed(variable: Variable, before: Any, now: Any, captured: bool) -> str:
+def _changed(variable: Variable, before: Any, now: Any, during_capture: bool) -> str:
     what = f"{variable.source}: the {variable.kind} `{variable.name}`"
-    if captured:
+    if not during_capture:
         return (
             f"{what} held {_show(before)} when the step was captured and holds {_show(now)} now; the graph has the old value in it. "
             "Pass it to the step as an argument (named in `static_argnames` if it is no tensor)."
@@ -95,9 +112,9 @@ def _changed(variable: Variable, before: Any, now: Any, captured: bool) -> str:
     return f"{what} is changed by the function itself. A captured function runs once: return the new value instead, and keep it outside."
 
 
-def _show(print_of: Any) -> str:
-    kind, *rest = print_of
-    return repr(rest[0]) if len(rest) == 1 and not isinstance(rest[0], tuple) else f"another {kind}"
+def _show(held: Any) -> str:
+    kind, *rest = held
+    return repr(rest[0]) if len(rest) == 1 and not isinstance(rest[0], (tuple, _Same)) else f"another {kind}"
 
 
 # ---- which variables a function reads
@@ -108,7 +125,7 @@ def _variables(function: Callable[..., Any]) -> Iterator[Variable]:
     for one in _user_functions(function):
         for variable in _read_by(one):
             key = (id(variable.holder), variable.name)
-            if key not in seen and not isinstance(variable.value(), (ModuleType, FunctionType, type)):
+            if key not in seen and not isinstance(variable.value(), ModuleType):
                 seen.add(key)
                 yield variable
 

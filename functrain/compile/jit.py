@@ -9,20 +9,21 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from functrain.transforms import is_differentiating
 
 from functrain import tree
 from functrain.compile.abstract import ShapeDtypeStruct
 from functrain.compile.capture import as_tensor_leaf, capture, is_capturing
+from functrain.compile.codegen import FILENAME
 from functrain.compile.donation import Donated, message, retire
 from functrain.compile.entry import Entry, Signature, signature_of
 from functrain.compile.errors import CaptureError, DonatedError
-from functrain.compile.guards import watch
+from functrain.compile.guards import Guards, watch
 from functrain.compile.lower import BACKENDS, Executable, Lowered, Options, build, lower, rebuild_result
 from functrain.compile.passes import Pass
 from functrain.compile.report import Compilation, Report, Status
 from functrain.compile.source import source_of_function
 from functrain.torch_internals import transform_is_active
-from functrain.transforms import is_differentiating
 
 logger = logging.getLogger("functrain.compile")
 _disabled: ContextVar[bool] = ContextVar("functrain_jit_disabled", default=False)
@@ -105,7 +106,7 @@ class Jitted:
         self._entries: dict[Any, list[Entry]] = {}
         self._compilations: list[Compilation] = []
         self._uncaptured: dict[str, int] = {}
-        self._last_signature: Signature | None = None
+        self._last: tuple[Signature, Any] | None = None  # signature and key of the latest compilation
 
     # ---- calling
 
@@ -185,8 +186,12 @@ class Jitted:
         if entry.donated:
             self._hand_over(entry, leaves, inputs)
         del leaves
-        with torch.no_grad():
-            results = entry.executable.call(inputs)
+        try:
+            with torch.no_grad():
+                results = entry.executable.call(inputs)
+        except Exception as error:
+            _add_line(error, entry.executable)
+            raise
         captured = entry.executable.lowered.captured
         return tree.unflatten(captured.out_structure, results if entry.all_tensors else rebuild_result(captured, results))
 
@@ -201,34 +206,39 @@ class Jitted:
 
     def _compile(self, leaves: list[Any], key: Any, statics: dict[str, Any]) -> Entry:
         lowered, guards = self._lower(leaves, key, statics)
+        entry = self._add(lowered, guards, leaves, key)
+        entry.check_overlap(leaves)
+        return entry
+
+    def _add(self, lowered: Lowered, guards: Guards, leaves: list[Any], key: Any) -> Entry:
+        """Build a lowered step and remember it for these leaves' signature."""
         executable = build(lowered)
         signature = signature_of(leaves)
         self._note(executable, key, signature)
         entry = Entry.make(executable, signature, guards, self.name)
-        entry.check_overlap(leaves)
         self._entries.setdefault(key, []).insert(0, entry)
         return entry
 
-    def _lower(self, leaves: list[Any], key: Any, statics: dict[str, Any]) -> tuple[Lowered, Any]:
+    def _lower(self, leaves: list[Any], key: Any, statics: dict[str, Any]) -> tuple[Lowered, Guards]:
         structure = key[0]
         paths = self._paths(structure)
         guards = watch(self.function)
 
         def rebuild(fakes: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             args, kwargs = tree.unflatten(structure, fakes)
-            positional = [statics.get(self._parameter(i), value) if self._parameter(i) in statics else value for i, value in enumerate(args)]
-            places = {self._parameter(i) for i in range(len(args))}
-            return tuple(positional), {**kwargs, **{name: value for name, value in statics.items() if name not in places}}
+            names = [self._parameter(i) for i in range(len(args))]
+            positional = tuple(statics.get(name, value) for name, value in zip(names, args, strict=True))
+            return positional, {**kwargs, **{name: value for name, value in statics.items() if name not in names}}
 
         captured = capture(self.function, leaves, paths, rebuild)
-        guards.check(captured=False)
+        guards.check(during_capture=True)
         donated = frozenset(i for i, path in enumerate(paths) if path.split("/")[0] in self.donate)
         return lower(captured, donated, self.options), guards
 
     def _note(self, executable: Executable, key: Any, signature: Signature) -> None:
         paths = executable.lowered.captured.in_paths
-        why = "first call" if self._last_signature is None else signature.difference(self._last_signature, paths, key, self._last_key)
-        self._last_signature, self._last_key = signature, key
+        why = "first call" if self._last is None else signature.difference(self._last[0], paths, key, self._last[1])
+        self._last = signature, key
         program = executable.program
         done = Compilation(
             number=len(self._compilations),
@@ -253,7 +263,7 @@ class Jitted:
         paths = self._paths(key[0])
         leaves = [x if isinstance(x, ShapeDtypeStruct) else as_tensor_leaf(x, path) for x, path in zip(leaves, paths, strict=True)]
         lowered, guards = self._lower(leaves, key, statics)
-        return LoweredCall(self, lowered, key, statics, guards, leaves)
+        return LoweredCall(self, lowered, key, guards, leaves)
 
     @property
     def status(self) -> Status:
@@ -270,8 +280,8 @@ class Jitted:
 class LoweredCall:
     """What `step.lower(...)` returns: text, analyses and `compile()`; nothing has run."""
 
-    def __init__(self, step: Jitted, lowered: Lowered, key: Any, statics: dict[str, Any], guards: Any, leaves: list[Any]) -> None:
-        self._step, self._key, self._statics, self._guards, self._leaves = step, key, statics, guards, leaves
+    def __init__(self, step: Jitted, lowered: Lowered, key: Any, guards: Guards, leaves: list[Any]) -> None:
+        self._step, self._key, self._guards, self._leaves = step, key, guards, leaves
         self.lowered = lowered
         self.as_text = lowered.as_text
         self.memory_analysis = lowered.memory_analysis
@@ -290,11 +300,7 @@ class LoweredCall:
     def compile(self) -> Jitted:
         """The step, with this call's graph built: the next call with these shapes runs at once."""
         if self._step._find(self._leaves, self._key) is None:
-            executable = build(self.lowered)
-            signature = signature_of(self._leaves)
-            self._step._note(executable, self._key, signature)
-            entry = Entry.make(executable, signature, self._guards, self._step.name)
-            self._step._entries.setdefault(self._key, []).insert(0, entry)
+            self._step._add(self.lowered, self._guards, self._leaves, self._key)
         return self._step
 
 
@@ -321,6 +327,17 @@ def _check_static(name: str, value: Any) -> None:
         ) from None
     if isinstance(value, torch.Tensor):
         raise CaptureError(f"the static argument {name!r} is a tensor; leave it out of `static_argnames` to pass its values to the graph")
+
+
+def _add_line(error: Exception, executable: Executable) -> None:
+    """Tell an error of a running graph which line of the user's code it comes from."""
+    entry, line = error.__traceback__, None
+    while entry is not None:
+        if entry.tb_frame.f_code.co_filename == FILENAME and executable.program is not None:
+            line = executable.program.lines.get(entry.tb_lineno)
+        entry = entry.tb_next
+    if line is not None:
+        error.add_note(f"in the operation of {line}")
 
 
 def _ambient() -> tuple[Any, ...]:
