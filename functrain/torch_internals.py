@@ -77,3 +77,9 @@ def compile_whole_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor])
 def transform_is_active() -> bool:
     """Whether this runs inside grad, vmap, jvp or vjp of torch.func, whose tensors are wrapped. No public way to ask."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_batched(x: torch.Tensor) -> bool:
+    """Whether a tensor differs between the slices of the innermost `vmap` that this runs inside. No public way to ask."""
+    level = torch._C._functorch.maybe_current_level()
+    return torch._C._functorch.is_batchedtensor(x) and torch._C._functorch.maybe_get_level(x) == level
