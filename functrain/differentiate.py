@@ -104,21 +104,30 @@ def cut(x: Any) -> Any:
 
 
 def _transformed_pullback(function: ListFunction, leaves: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], PyTree, Pull]:
-    place: list[Any] = []  # structure and plain leaves of the tree that is passed on: torch.func takes tensors only
+    rebuild: list[Callable[[list[torch.Tensor]], PyTree]] = []
 
     def flat(*inputs: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         with _one_deeper():
             outputs, rest = function(list(inputs))
-        found, structure = tree.flatten(rest)
-        place[:] = [structure, [None if isinstance(x, torch.Tensor) else x for x in found]]
-        return outputs, [x for x in found if isinstance(x, torch.Tensor)]
+        tensors, put_back = split_tensors(rest)
+        rebuild[:] = [put_back]
+        return outputs, tensors
 
     with phase("forward"):
         outputs, pull, tensors = torch.func.vjp(flat, *leaves, has_aux=True)  # type: ignore[misc]
-    structure, plain = place
-    given = iter(tensors)
-    rest = tree.unflatten(structure, [next(given) if x is None else x for x in plain])
-    return list(outputs), rest, lambda cotangents, keep: list(pull(list(cotangents)))
+    return list(outputs), rebuild[0](tensors), lambda cotangents, keep: list(pull(list(cotangents)))
+
+
+def split_tensors(value: PyTree) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], PyTree]]:
+    """The tensors of a tree, and a function that puts as many back among its other leaves: torch's transforms take tensors only."""
+    leaves, structure = tree.flatten(value)
+    plain = [None if isinstance(x, torch.Tensor) else (x,) for x in leaves]
+
+    def rebuild(tensors: Sequence[torch.Tensor]) -> PyTree:
+        given = iter(tensors)
+        return tree.unflatten(structure, [next(given) if x is None else x[0] for x in plain])
+
+    return [x for x in leaves if isinstance(x, torch.Tensor)], rebuild
 
 
 # ---- which leaves of which arguments

@@ -1,5 +1,6 @@
 """Every use of a part of torch that is not public, in one place, each with its reason and the public way that falls short."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -83,3 +84,13 @@ def is_batched(x: torch.Tensor) -> bool:
     """Whether a tensor differs between the slices of the innermost `vmap` that this runs inside. No public way to ask."""
     level = torch._C._functorch.maybe_current_level()
     return torch._C._functorch.is_batchedtensor(x) and torch._C._functorch.maybe_get_level(x) == level
+
+
+def load_forward_mode_rules() -> None:
+    """Load torch's decompositions for forward mode now, without the deprecation warning that torch's own use of torch.jit.script gives.
+
+    The first `torch.func.jvp` of a process would load them and warn; the user can do nothing about it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.autograd.forward_ad._maybe_load_decompositions()

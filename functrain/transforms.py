@@ -2,12 +2,16 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 
-from functrain.differentiate import phase, pullback, select_arguments
+from functrain import tree
+from functrain.batching import vmap as vmap
+from functrain.differentiate import as_tensor, cut, is_active, is_nested, phase, pullback, select_arguments, split_tensors
 from functrain.precision import LossScale, Precision
+from functrain.torch_internals import load_forward_mode_rules
 from functrain.tree import Mean, PyTree
 
 # ---- gradients of a loss
@@ -99,9 +103,7 @@ def split_loss(name: str, result: Any, has_aux: bool) -> tuple[torch.Tensor | Me
     Raises:
         TypeError: it is not a real scalar or a `Mean` of scalars, or not a pair where there should be an aux.
     """
-    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise TypeError(f"with has_aux=True, {name} must return a pair (loss, aux), but it returned {_describe(result)}")
-    loss, aux = result if has_aux else (result, None)
+    loss, aux = _split_aux(name, result, has_aux)
     if isinstance(loss, Mean):
         return Mean(_scalar(name, "total", loss.total), torch.as_tensor(loss.weight)), aux
     return _scalar(name, None, loss), aux
@@ -117,6 +119,14 @@ def _scalar(name: str, part: str | None, loss: Any) -> torch.Tensor:
     raise TypeError(f"{name} must return a real floating-point scalar to be differentiated, but it returned {where}; {hint}")
 
 
+def _split_aux(name: str, result: Any, has_aux: bool) -> tuple[Any, PyTree]:
+    if not has_aux:
+        return result, None
+    if isinstance(result, tuple) and len(result) == 2:
+        return result
+    raise TypeError(f"with has_aux=True, {name} must return a pair (result, aux), but it returned {_describe(result)}")
+
+
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
@@ -125,3 +135,108 @@ def _describe(value: Any) -> str:
 
 def _name(function: Any) -> str:
     return getattr(function, "__name__", None) or type(function).__name__
+
+
+# ---- products with a Jacobian
+
+
+def vjp(function: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
+    """Run a function and return its pullback, as `jax.vjp`.
+
+    Args:
+        function: takes `primals`, returns a tree; with `has_aux` a pair (tree, anything).
+        primals: trees of tensors or numbers.
+        has_aux: whether the function returns a second value to be passed through.
+
+    Returns:
+        (result, `pull`) or (result, `pull`, aux). `pull(cotangent)`, for a tree like the result, returns a tuple of trees like the primals:
+        cotangent @ Jacobian (for complex numbers too, without conjugation). It can be called any number of times. Leaves that are not
+        floating-point, on either side, take no part: their cotangents are ignored and their results zeros.
+
+    Raises:
+        StructureError, ValueError: a cotangent differs from the result in structure, shape or dtype.
+
+    Example:
+        >>> result, pull = vjp(torch.sin, torch.zeros(2))
+        >>> pull(torch.ones(2))
+        (tensor([1., 1.]),)
+    """
+    name = _name(function)
+    selection = select_arguments(name, primals, tuple(range(len(primals))))
+    rebuild: list[Any] = []
+
+    def run(leaves: list[torch.Tensor]) -> tuple[list[torch.Tensor], PyTree]:
+        result, aux = _split_aux(name, function(*selection.arguments(leaves)), has_aux)
+        tensors, put_back = split_tensors(result)
+        active = [is_active(x) for x in tensors]
+        rebuild[:] = [put_back, active]
+        return list(compress(tensors, active)), ([x for x in tensors if not is_active(x)], aux)
+
+    outputs, (others, aux), pull = pullback(run, selection.tensors(None))
+    put_back, active = rebuild
+    result = put_back([outputs.pop(0) if is_live else others.pop(0) for is_live in active])
+
+    def pull_tree(cotangent: PyTree) -> tuple[PyTree, ...]:
+        pairs = zip(_matching("cotangent", "result", cotangent, result), tree.leaves(result), strict=True)
+        gradients: tuple[PyTree, ...] = selection.gradients(pull([c for c, x in pairs if is_active(x)], keep=True), None, None)
+        return gradients
+
+    return (result, pull_tree, aux) if has_aux else (result, pull_tree)
+
+
+def jvp(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False) -> tuple[Any, ...]:
+    """Run a function together with its derivative in one direction (forward mode), as `jax.jvp`.
+
+    Args:
+        function: takes `primals`, returns a tree; with `has_aux` a pair (tree, anything).
+        primals: tuple or list of trees of tensors or numbers.
+        tangents: the direction: a tuple or list like `primals`. Tangents of leaves that are not floating-point are ignored.
+        has_aux: whether the function returns a second value to be passed through.
+
+    Returns:
+        (result, Jacobian @ tangents) or (result, Jacobian @ tangents, aux); zeros where there is no influence.
+
+    Raises:
+        StructureError, ValueError: tangents differ from the primals in structure, shape or dtype.
+
+    Example:
+        >>> jvp(lambda x: x**2, (torch.tensor(3.0),), (torch.tensor(1.0),))
+        (tensor(9.), tensor(6.))
+    """
+    if not (isinstance(primals, (tuple, list)) and isinstance(tangents, (tuple, list))):
+        raise TypeError("jvp takes a tuple of primals and a tuple of tangents, one entry an argument")
+    name = _name(function)
+    selection = select_arguments(name, tuple(primals), tuple(range(len(primals))))
+    direction = _matching("tangents", "primals", tuple(tangents), tree.unflatten(selection.structure, selection.leaves))
+    rebuild: list[Any] = []
+
+    def run(*leaves: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        result, aux = _split_aux(name, function(*selection.arguments(leaves)), has_aux)
+        (tensors, put_back), (extra, put_back_aux) = split_tensors(result), split_tensors(aux)
+        rebuild[:] = [put_back, put_back_aux]
+        return tensors, extra
+
+    load_forward_mode_rules()
+    with phase("forward"):
+        inputs, directions = tuple(selection.tensors(None)), tuple(direction[i] for i in selection.active)
+        outputs, derivatives, extra = torch.func.jvp(run, inputs, directions, has_aux=True)  # type: ignore[misc]
+    put_back, put_back_aux = rebuild
+    result, derivative = put_back(_visible(outputs)), put_back(_visible(derivatives))
+    return (result, derivative, put_back_aux(_visible(extra))) if has_aux else (result, derivative)
+
+
+def _visible(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Results as they leave: without history, unless inside another derivative."""
+    return list(tensors) if is_nested() else [cut(x) for x in tensors]
+
+
+def _matching(what: str, model: str, given: PyTree, wanted: PyTree) -> list[Any]:
+    """The leaves of `given`, which must be like those of `wanted`."""
+    difference = tree.mismatch(wanted, given)
+    if difference:
+        raise tree.StructureError(f"the {what} must have the structure of the {model}: {difference}")
+    leaves = [as_tensor(leaf, path) for path, leaf in tree.leaves_with_path(given)]
+    for path, leaf, like in zip(tree.paths(wanted), leaves, tree.leaves(wanted), strict=True):
+        if is_active(like) and not (isinstance(leaf, torch.Tensor) and (leaf.shape, leaf.dtype) == (like.shape, like.dtype)):
+            raise ValueError(f"leaf {path or '(the whole tree)'} of the {what} is {_describe(leaf)}, but the {model} has {_describe(like)}")
+    return leaves
