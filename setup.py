@@ -17,9 +17,11 @@ class BuildKernels(build_ext):
     """Makes the shared library, which is no Python module: it has a plain name and knows nothing of Python."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        return str(FOLDER / kernels.LIBRARY)
+        """The name has no tag of Python's version and platform."""
+        return "/".join(fullname.split(".")) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
+        """Compile where a compiler can; else say so and go on."""
         try:
             kernels.build(Path(self.get_ext_fullpath(ext.name)))
         except kernels.BuildError as error:
@@ -30,13 +32,14 @@ class AnyPythonWheel(bdist_wheel):
     """The wheel depends on the platform, not on Python's version."""
 
     def get_tag(self) -> tuple[str, str, str]:
+        """Any Python 3, no ABI, this platform."""
         return "py3", "none", super().get_tag()[2]
 
 
 setup(
     ext_modules=[
         Extension(
-            "functrain.kernels.libfunctrain_kernels",
+            "functrain.kernels." + kernels.LIBRARY.removesuffix(".so"),
             sources=[str(path) for path in sorted(FOLDER.glob("*.cpp"))],
             depends=[str(path) for path in sorted(FOLDER.glob("*.h"))],
             optional=True,
