@@ -56,7 +56,9 @@ def compare(pair: tuple[str, str], dtype: str, options: argparse.Namespace) -> N
     for name in pair:
         median = {key: statistics.median(r[key] for r in rows[name]) for key in rows[name][0]}
         print(f"{name:20} {median['step_ms']:9.1f} {median['first_s']:13.2f} {median['peak_mib']:9.0f} {median['loss']:9.5f}")
-    ratios = {key: [b[key] / a[key] for a, b in zip(rows[pair[0]], rows[pair[1]], strict=True)] for key in ("step_ms", "first_s", "peak_mib")}
+    ratios = {
+        key: [b[key] / a[key] for a, b in zip(rows[pair[0]], rows[pair[1]], strict=True)] for key in ("step_ms", "first_s", "peak_mib")
+    }
     medians = [statistics.median(ratios[key]) for key in ("step_ms", "first_s", "peak_mib")]
     print(f"{'ratio (median)':20} {medians[0]:9.3f} {medians[1]:13.3f} {medians[2]:9.3f}", flush=True)
 

@@ -5,6 +5,7 @@ Dict keys are visited in sorted order and ``None`` is a node without leaves, bot
 """
 
 import dataclasses
+import difflib
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -211,8 +212,6 @@ def combine(*trees: PyTree) -> PyTree:
 
 def check_patterns(patterns: Iterable[str], known: list[str]) -> None:
     """Raise ValueError, with the nearest paths, for a pattern that matches none of the known paths."""
-    import difflib
-
     for pattern in patterns:
         if not any(matches(pattern, path) for path in known):
             near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.0)
@@ -288,14 +287,14 @@ def struct(cls: type[T]) -> type[T]:
     >>> paths(Layer(weight=1)), Layer(weight=1).replace(weight=2).weight
     (['weight'], 2)
     """
-    made = dataclasses.dataclass(frozen=True)(cls)
+    made: Any = dataclasses.dataclass(frozen=True)(cls)
     children = tuple(f.name for f in dataclasses.fields(made) if not f.metadata.get("static"))
     statics = tuple(f.name for f in dataclasses.fields(made) if f.metadata.get("static"))
 
     def to_children(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]:
         return tuple(getattr(node, name) for name in children), tuple(getattr(node, name) for name in statics), children
 
-    def from_children(static_values: tuple[Any, ...], values: Iterable[Any]) -> Any:
+    def from_children(static_values: Any, values: Iterable[Any]) -> Any:
         node = object.__new__(made)
         for name, value in zip(children + statics, (*values, *static_values), strict=True):
             object.__setattr__(node, name, value)
@@ -306,7 +305,7 @@ def struct(cls: type[T]) -> type[T]:
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
     if "replace" not in cls.__dict__:
-        made.replace = replace  # type: ignore[attr-defined]
+        made.replace = replace
     optree.register_pytree_node(made, to_children, from_children, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
     return made
 

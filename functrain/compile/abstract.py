@@ -1,7 +1,7 @@
 """Leaves that have a shape but no values, and what a function would return for them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ class ShapeDtypeStruct:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def stride(self) -> tuple[int, ...]:
         """Elements between neighbours along each dimension, row-major."""

@@ -84,21 +84,13 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _deaths(graph: fx.Graph, storages: Storages, donated: frozenset[int]) -> dict[fx.Node, list[fx.Node]]:
-    """For each operation, the storages that nobody holds after it. Inputs that are not donated are the caller's and never die."""
+    """For each operation, the storages whose last member has its last use there. Inputs that are not donated are the caller's."""
     kept = {n for i, n in enumerate(placeholders(graph)) if i not in donated} | {n for n in graph.nodes if n.op == "get_attr"}
-    alive = Counter(storages.owner[node] for node in graph.nodes if node.op in ("call_function", "placeholder"))
+    returned = {storages.owner[x] for x in outputs(graph) if isinstance(x, fx.Node)}
+    last = {storages.owner[value]: node for node, ending in reversed(list(last_uses(graph).items())) for value in ending}
     dies: dict[fx.Node, list[fx.Node]] = {}
-    for node, ending in last_uses(graph).items():
-        for value in ending:
-            owner = storages.owner[value]
-            alive[owner] -= 1
-    # Counted backwards above; what is left alive is returned. A storage dies with the last of its members.
-    last = {}
-    for node, ending in reversed(list(last_uses(graph).items())):
-        for value in ending:
-            last[storages.owner[value]] = node
     for owner, node in last.items():
-        if alive[owner] == 0 and owner not in kept:
+        if owner not in returned and owner not in kept:
             dies.setdefault(node, []).append(owner)
     return dies
 

@@ -83,8 +83,8 @@ def _check_outputs(leaves: list[Any], paths: list[str]) -> None:
     for path, leaf in zip(paths, leaves, strict=True):
         if not isinstance(leaf, (torch.Tensor, bool, int, float, complex, str)):
             raise LeafError(
-                f"the captured function returns {type(leaf).__name__} at {path or 'the root'}: a step returns tensors, numbers and strings in "
-                "dicts, lists, tuples, named tuples and ft.struct classes"
+                f"the captured function returns {type(leaf).__name__} at {path or 'the root'}: a step returns tensors, numbers and "
+                "strings in dicts, lists, tuples, named tuples and ft.struct classes"
             )
 
 
@@ -101,8 +101,8 @@ def as_tensor_leaf(leaf: Any, path: str) -> torch.Tensor:
     if isinstance(leaf, (bool, int, float, complex)) or type(leaf).__module__ == "numpy":
         return torch.as_tensor(leaf)
     raise LeafError(
-        f"argument {path} is {type(leaf).__name__} {str(leaf)[:60]!r}, which is no tensor or number. Name the argument in `static_argnames` "
-        "(its value then becomes part of the graph), or close over it."
+        f"argument {path} is {type(leaf).__name__} {str(leaf)[:60]!r}, which is no tensor or number. Name the argument in "
+        "`static_argnames` (its value then becomes part of the graph), or close over it."
     )
 
 

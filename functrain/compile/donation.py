@@ -21,7 +21,7 @@ class Donated(torch.Tensor):
                     raise DonatedError(message(one))
         raise DonatedError("a donated tensor is used again")
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Says what it was, so that a debugger can show it."""
         return f"<donated: {self.__dict__.get('donated_as')}>"
 

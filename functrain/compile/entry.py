@@ -1,5 +1,6 @@
 """One captured version of a step, and which arguments it is for."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,8 +111,8 @@ class Entry:
             j = places.setdefault(id(leaf), i)
             if j != i and (i in donated or j in donated):
                 raise DonatedError(
-                    f"{paths[j]} and {paths[i]} are the same tensor, and one of them is donated: the step would overwrite a value that it still "
-                    f"reads. Pass a copy (`.clone()`) of one, or do not donate it."
+                    f"{paths[j]} and {paths[i]} are the same tensor, and one of them is donated: the step would overwrite a value that it "
+                    "still reads. Pass a copy (`.clone()`) of one, or do not donate it."
                 )
 
     def check_overlap(self, leaves: list[Any]) -> None:
@@ -121,9 +122,9 @@ class Entry:
         spans = sorted(
             (x.data_ptr(), x.data_ptr() + x.numel() * x.element_size(), i) for i, x in enumerate(leaves) if x.numel() and x.is_contiguous()
         )
-        for (_, end, i), (start, _, j) in zip(spans, spans[1:], strict=False):
+        for (_, end, i), (start, _, j) in itertools.pairwise(spans):
             if start < end and (i in donated or j in donated):
                 raise DonatedError(
-                    f"{paths[i]} and {paths[j]} share memory, and one of them is donated: the step would overwrite a value that it still reads. "
-                    "Pass a copy (`.clone()`) of one, or do not donate it."
+                    f"{paths[i]} and {paths[j]} share memory, and one of them is donated: the step would overwrite a value that it still "
+                    "reads. Pass a copy (`.clone()`) of one, or do not donate it."
                 )

@@ -132,7 +132,8 @@ def _variables(function: Callable[..., Any]) -> Iterator[Variable]:
 
 def _user_functions(function: Callable[..., Any]) -> Iterator[FunctionType]:
     """The function and the user's functions that it reaches through globals and closures."""
-    queue, seen = [function], set()
+    queue: list[Any] = [function]
+    seen: set[FunctionType] = set()
     while queue and len(seen) < _MAX_FUNCTIONS:
         one = _plain_function(queue.pop())
         if one is None or one in seen or not is_user_code(one.__code__):

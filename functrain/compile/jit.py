@@ -9,7 +9,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from functrain.transforms import is_differentiating
 
 from functrain import tree
 from functrain.compile.abstract import ShapeDtypeStruct
@@ -23,7 +22,7 @@ from functrain.compile.lower import BACKENDS, Executable, Lowered, Options, buil
 from functrain.compile.passes import Pass
 from functrain.compile.report import Compilation, Report, Status
 from functrain.compile.source import source_of_function
-from functrain.torch_internals import transform_is_active
+from functrain.differentiate import is_nested
 
 logger = logging.getLogger("functrain.compile")
 _disabled: ContextVar[bool] = ContextVar("functrain_jit_disabled", default=False)
@@ -134,7 +133,7 @@ class Jitted:
             return "jit is disabled"
         if is_capturing():
             return "called inside another captured function, whose graph it becomes part of"
-        if transform_is_active() or is_differentiating():
+        if is_nested():
             return "called inside a transform (grad, vmap, ...), which needs its operations"
         return None
 
@@ -322,8 +321,8 @@ def _check_static(name: str, value: Any) -> None:
         hash(value)
     except TypeError:
         raise CaptureError(
-            f"the static argument {name!r} is {type(value).__name__}, which is not hashable: static values tell graphs apart. Use a tuple, a "
-            "frozen dataclass or a string."
+            f"the static argument {name!r} is {type(value).__name__}, which is not hashable: static values tell graphs apart. Use a tuple, "
+            "a frozen dataclass or a string."
         ) from None
     if isinstance(value, torch.Tensor):
         raise CaptureError(f"the static argument {name!r} is a tensor; leave it out of `static_argnames` to pass its values to the graph")

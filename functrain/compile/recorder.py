@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             raise CaptureError(
-                f"{self._where()}: the operator {func} holds functions of its own, which one flat graph cannot. Write it with ordinary operations."
+                f"{self._where()}: the operator {func} holds functions of its own, which one flat graph cannot. Use plain operations."
             )
         tensors = [x for x in _flat(args, kwargs) if isinstance(x, torch.Tensor)]
         if tensors and not any(isinstance(x, FakeTensor) for x in tensors):
@@ -104,9 +104,9 @@ class Recorder(TorchDispatchMode):
                 return func(*args, **kwargs)
         except DataDependentOutputException:
             raise DataDependentError(
-                f"{self._where()}: Python needs the value of a traced tensor ({func}): an `if`, a loop, `.item()`, `float()` or `.tolist()`. "
-                "While a step is captured a tensor has a shape but no value. Use torch.where for a choice, keep numbers as 0-dim tensors, or "
-                "pass the value as a Python number named in `static_argnames`."
+                f"{self._where()}: Python needs the value of a traced tensor ({func}): an `if`, a loop, `.item()`, `float()`, `.tolist()`. "
+                "While a step is captured a tensor has a shape but no value. Use torch.where for a choice, keep numbers as 0-dim "
+                "tensors, or pass the value as a Python number named in `static_argnames`."
             ) from None
         except DynamicOutputShapeException:
             raise DataDependentError(

@@ -12,7 +12,7 @@ import torch
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Frames of these are skipped: an operation belongs to whoever called them. The models are user code that happens to be shipped.
-_FRAMEWORK = tuple(os.path.dirname(os.path.abspath(module.__file__)) + os.sep for module in (torch, optree, einops)) + (_PACKAGE + os.sep,)
+_FRAMEWORK = tuple(os.path.join(folder, "") for folder in (_PACKAGE, *torch.__path__, *optree.__path__, *einops.__path__))
 _SHIPPED_USER_CODE = os.path.join(_PACKAGE, "models") + os.sep
 
 

@@ -47,7 +47,9 @@ def test_a_pass_keeps_numbers_and_its_argument(chain: str, make: Any) -> None:
     assert str(graph.graph) == text
     assert report.name == make.name
     # Folding the clip factor multiplies in another place: the last bit may differ there and nowhere else.
-    assert_trees_close(run(after, leaves), run(graph, leaves), rtol=1e-6 if make is fuse_adamw else 0, atol=1e-9 if make is fuse_adamw else 0)
+    assert_trees_close(
+        run(after, leaves), run(graph, leaves), rtol=1e-6 if make is fuse_adamw else 0, atol=1e-9 if make is fuse_adamw else 0
+    )
 
 
 def test_one_fused_operation_for_each_leaf() -> None:
@@ -69,7 +71,7 @@ def test_the_fused_operation_takes_half_precision_gradients() -> None:
                 x_ = F.linear(x.to(torch.bfloat16), params[name]["w"], params[name]["b"])
             return ((x_.float() - y) ** 2).mean()
 
-        value, grads = ft.value_and_grad(loss, precision=precision)(state.params)
+        _, grads = ft.value_and_grad(loss, precision=precision)(state.params)
         return state.apply_gradients(grads, tx)
 
     state = ft.TrainState.create(params=mlp_params(layers=1), tx=tx)
@@ -146,7 +148,7 @@ def test_reading_through_another_layout_is_not_overwritten() -> None:
 
 
 def test_cleanup_drops_what_changes_nothing() -> None:
-    graph, leaves = captured_step(CHAINS["adamw"]())
+    graph, _ = captured_step(CHAINS["adamw"]())
     after, report = cleanup(graph)
     assert report.changed > 0
     assert count(after, torch.ops.aten.detach.default) == 0

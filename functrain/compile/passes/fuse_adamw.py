@@ -6,6 +6,7 @@ cast from half precision and multiplications by scalars (the inverse loss scale,
 """
 
 import operator
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -29,7 +30,7 @@ def _rewrite(graph: fx.GraphModule) -> list[str]:
 
 def _fold_gradient(node: fx.Node, scaled: dict[tuple[fx.Node, fx.Node], fx.Node]) -> list[str]:
     """Take casts to float32 and multiplications by a scalar off the gradient and into the operation."""
-    done = []
+    done: list[str] = []
     while True:
         grad, coefficients = node.args[0], node.args[4]
         if not isinstance(grad, fx.Node) or len(grad.users) != 1:
@@ -53,7 +54,7 @@ def _is_widening_cast(node: fx.Node) -> bool:
     return before.dtype in (torch.bfloat16, torch.float16) and after.dtype == torch.float32 and before.device == after.device
 
 
-def _scalar_factor(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+def _scalar_factor(node: fx.Node) -> tuple[Any, Any] | None:
     """(tensor, 0-dim tensor) of a multiplication that rounds as the kernel's own does: in float32 or float64."""
     if node.target is not aten.mul.Tensor or not all(isinstance(x, fx.Node) for x in node.args):
         return None

@@ -18,7 +18,7 @@ class Writable:
         self.given = {node for i, node in enumerate(inputs) if i in donated}
 
     def __call__(self, buffer: fx.Node, writer: fx.Node) -> bool:
-        """Whether `writer` may overwrite the whole storage that `buffer` shows: it is ours, it is not returned, and no one reads it later."""
+        """Whether `writer` may overwrite the storage that `buffer` shows: it is ours, whole, not returned, and no one reads it later."""
         owner = self.storages.owner[buffer]
         if owner.op != "call_function" and owner not in self.given:
             return False
