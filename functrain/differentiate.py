@@ -15,7 +15,7 @@ import torch
 
 from functrain import tree
 from functrain.precision import Precision
-from functrain.torch_internals import annotate, transform_is_active
+from functrain.torch_internals import annotate, derivative_transform_is_active, transform_is_active
 from functrain.tree import PyTree
 
 _depth: ContextVar[int] = ContextVar("functrain_differentiation_depth", default=0)  # how many derivatives we are inside of
@@ -40,7 +40,7 @@ def phase(name: str) -> AbstractContextManager[None]:
 
 def is_nested() -> bool:
     """Whether results may still be differentiated: we are inside another derivative of ours or of torch.func."""
-    return _depth.get() > 0 or transform_is_active()
+    return _depth.get() > 0 or derivative_transform_is_active()
 
 
 # ---- forward once, then back

@@ -94,3 +94,9 @@ def load_forward_mode_rules() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.autograd.forward_ad._maybe_load_decompositions()
+
+
+def derivative_transform_is_active() -> bool:
+    """Whether one of the transforms of torch.func that this runs inside takes derivatives: grad, vjp or jvp, but not `vmap` alone."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return any(interpreter.key() != torch._C._functorch.TransformType.Vmap for interpreter in stack)

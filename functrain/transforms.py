@@ -105,7 +105,7 @@ def split_loss(name: str, result: Any, has_aux: bool) -> tuple[torch.Tensor | Me
     """
     loss, aux = _split_aux(name, result, has_aux)
     if isinstance(loss, Mean):
-        return Mean(_scalar(name, "total", loss.total), torch.as_tensor(loss.weight)), aux
+        return Mean(_scalar(name, "total", loss.total), _weight(name, loss.weight)), aux
     return _scalar(name, None, loss), aux
 
 
@@ -117,6 +117,13 @@ def _scalar(name: str, part: str | None, loss: Any) -> torch.Tensor:
     remedy = "reduce it, for instance with .mean(), or return ft.Mean(total, weight)"
     hint = "pass has_aux=True for (loss, aux)" if isinstance(loss, tuple) else remedy
     raise TypeError(f"{name} must return a real floating-point scalar to be differentiated, but it returned {where}; {hint}")
+
+
+def _weight(name: str, weight: Any) -> torch.Tensor:
+    weight = torch.full((), weight) if isinstance(weight, (int, float)) else weight
+    if isinstance(weight, torch.Tensor) and weight.shape == () and not weight.is_complex():
+        return weight
+    raise TypeError(f"{name} returned an ft.Mean whose weight is {_describe(weight)}; it must be a scalar, for instance mask.sum()")
 
 
 def _split_aux(name: str, result: Any, has_aux: bool) -> tuple[Any, PyTree]:
@@ -174,7 +181,8 @@ def vjp(function: Callable[..., Any], *primals: Any, has_aux: bool = False) -> t
 
     outputs, (others, aux), pull = pullback(run, selection.tensors(None))
     put_back, active = rebuild
-    result = put_back([outputs.pop(0) if is_live else others.pop(0) for is_live in active])
+    live, dead = iter(outputs), iter(others)
+    result = put_back([next(live) if is_live else next(dead) for is_live in active])
 
     def pull_tree(cotangent: PyTree) -> tuple[PyTree, ...]:
         pairs = zip(_matching("cotangent", "result", cotangent, result), tree.leaves(result), strict=True)
