@@ -143,7 +143,11 @@ class Recorder(TorchDispatchMode):
         if is_random(func, args, kwargs):
             raise RandomnessError(f"{self._where()}: {func} draws from torch's global generator. Pass a key and call functrain.random.")
         if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...) written inside the function: new on every call
-            return self._compute(func, (self._lift(args[0]),), {})
+            result = self._compute(func, args, kwargs)
+            with disable_current_modes():
+                self._bind(args[0], self._constant(args[0].detach().clone()))
+            self._record(func, args, kwargs, result)
+            return result
         with disable_current_modes(), torch.no_grad():
             return func(*args, **kwargs)
 
@@ -167,9 +171,9 @@ class Recorder(TorchDispatchMode):
                 f"{self._where()}: a tensor of another capture is used here. Do not keep tensors of a traced function outside it."
             )
         name = f"constant{len(self.constants)}"
-        self.constants[name] = x.detach()
-        node = self.graph.get_attr(name)
-        with disable_current_modes():
+        with disable_current_modes():  # the fake mode would make the value fake
+            self.constants[name] = x.detach()
+            node = self.graph.get_attr(name)
             node.meta.update(self._tags(), val=self.fake_mode.from_tensor(x.detach()))
         self._bind(x, node)
         return node
