@@ -100,3 +100,14 @@ def derivative_transform_is_active() -> bool:
     """Whether one of the transforms of torch.func that this runs inside takes derivatives: grad, vjp or jvp, but not `vmap` alone."""
     stack = torch._C._functorch.get_interpreter_stack() or []
     return any(interpreter.key() != torch._C._functorch.TransformType.Vmap for interpreter in stack)
+
+
+def makes_one_new_tensor(operation: Any) -> bool:
+    """Whether an operation returns one tensor that shares no memory with its arguments, and writes to none: read from its schema.
+
+    Schemas have no public reader. A higher-order operator has none, and gives False.
+    """
+    schema = getattr(operation, "_schema", None)
+    if schema is None or schema.is_mutable or len(schema.returns) != 1:
+        return False
+    return isinstance(schema.returns[0].type, torch.TensorType) and schema.returns[0].alias_info is None
