@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx.traceback as _traceback
@@ -111,3 +111,55 @@ def makes_one_new_tensor(operation: Any) -> bool:
     if schema is None or schema.is_mutable or len(schema.returns) != 1:
         return False
     return isinstance(schema.returns[0].type, torch.TensorType) and schema.returns[0].alias_info is None
+
+
+# ---- what keyed randomness needs
+
+
+def backward_is_running() -> bool:
+    """Whether this runs inside a node of a backward pass, where what is computed again must draw the same numbers. No public way to ask."""
+    return torch._C._current_autograd_node() is not None
+
+
+def innermost_checkpoint() -> object | None:
+    """The hook by which the innermost `torch.utils.checkpoint` around this drops what it will compute again, or None.
+
+    Random numbers drawn there are drawn twice. No public way to ask.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks[0] if hooks and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint" else None
+
+
+class EnclosingVmap(NamedTuple):
+    """A `torch.vmap` that this runs inside of."""
+
+    level: int  # of the transform, counted from outside
+    size: int  # slices
+    randomness: str  # "error", "same" or "different"
+
+
+def enclosing_vmaps() -> list[EnclosingVmap]:
+    """The `torch.vmap`s around this, outermost first. A dispatch mode sees their slices as leading dimensions. No public way to ask."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    found = [torch._C._functorch.CVmapInterpreterPtr(i) for i in stack if i.key() == torch._C._functorch.TransformType.Vmap]
+    return [EnclosingVmap(i.level(), i.batchSize(), i.randomness().name.lower()) for i in found]
+
+
+def unwrap(x: torch.Tensor) -> tuple[torch.Tensor, frozenset[int]]:
+    """A tensor without the wrappers of torch.func, as a dispatch mode sees it, and the levels of the vmaps that it differs between.
+
+    The slices become leading dimensions, outermost first. No public way to look inside.
+    """
+    functorch = torch._C._functorch
+    wrappers = []
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            wrappers.append((functorch.maybe_get_level(x), functorch.maybe_get_bdim(x)))
+        x = functorch.get_unwrapped(x)
+    dims = list(range(x.ndim))
+    slices = [dims.pop(place) for _, place in reversed(wrappers)]
+    if slices:
+        x = x.permute(slices + dims)
+        while functorch.is_functorch_wrapped_tensor(x):  # by an active derivative transform
+            x = functorch.get_unwrapped(x)
+    return x, frozenset(level for level, _ in wrappers)
