@@ -48,12 +48,16 @@ class Precision:
 class LossScale(Protocol):
     """What `value_and_grad`, `accumulate` and `TrainState` need of a loss scale."""
 
-    scale: torch.Tensor  # the loss is multiplied by it and gradients divided by it, float32 scalar
-    finite: torch.Tensor  # whether the last step's gradients were all finite, bool scalar
+    @property
+    def scale(self) -> torch.Tensor:
+        """What the loss is multiplied by, and gradients divided by: float32 scalar."""
+
+    @property
+    def finite(self) -> torch.Tensor:
+        """Whether the last step's gradients were all finite: bool scalar."""
 
     def update(self, finite: torch.Tensor) -> "LossScale":
         """The scale for the next step."""
-        ...
 
 
 @struct
@@ -65,7 +69,7 @@ class StaticScale:
         tensor(128.)
     """
 
-    scale: torch.Tensor  # float32 scalar; a number becomes one
+    scale: Any  # float32 scalar tensor; a number becomes one
     finite: torch.Tensor = True  # type: ignore[assignment]  # bool scalar: whether the last step counted
 
     def __post_init__(self) -> None:

@@ -13,8 +13,13 @@ from functrain.tree import PyTree, struct
 class Transformation(Protocol):
     """An optimizer as a pair of pure functions, as in `functrain.optim` or Optax."""
 
-    init: Callable[[PyTree], PyTree]
-    update: Callable[..., tuple[PyTree, PyTree]]
+    @property
+    def init(self) -> Callable[..., PyTree]:
+        """From params to state."""
+
+    @property
+    def update(self) -> Callable[..., tuple[PyTree, PyTree]]:
+        """From (grads, state, params) to (updates, state)."""
 
 
 @struct
