@@ -7,12 +7,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from functrain.kernels import build
 
 logger = logging.getLogger("functrain")
 
 # Set to "off" to run everything through torch operations (to compare, or to rule the library out).
 SWITCH = "FUNCTRAIN_KERNELS"
+_IMPORTED_BY = os.getpid()
 
 
 @functools.cache
@@ -36,6 +39,11 @@ def load() -> ctypes.CDLL | None:
         logger.warning("C++ kernels are older than their sources: using torch operations; rebuild with `python -m %s`", build.__name__)
         return None
     return found
+
+
+def threads() -> int:
+    """How many threads a kernel may use: torch's setting, and 1 in a forked child, where GNU's OpenMP hangs if its parent had used it."""
+    return torch.get_num_threads() if os.getpid() == _IMPORTED_BY else 1
 
 
 def available() -> bool:

@@ -14,3 +14,16 @@
 #else
 #define INLINE inline
 #endif
+
+// INDEPENDENT: no iteration of the next loop touches what another one writes. An output may be the very place of an input.
+#if defined(__clang__)
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define INDEPENDENT
+#endif
+
+// Correctly rounded, and without a call that would set errno.
+INLINE float square_root(float x) { return __builtin_sqrtf(x); }
+INLINE double square_root(double x) { return __builtin_sqrt(x); }
