@@ -8,6 +8,7 @@ permutations equal `jax.random`'s exactly, normal values to 1e-6 in float32. Res
 
 A function takes one key, as JAX's do; for many, `split` one and map the function over the rows:
 
+>>> import torch
 >>> keys = split(key(0), 3)
 >>> torch.vmap(lambda k: normal(k, (2,)))(keys).shape
 torch.Size([3, 2])
@@ -27,4 +28,5 @@ from functrain.random_draws import uniform as uniform
 from functrain.random_keys import fold_in as fold_in
 from functrain.random_keys import key as key
 from functrain.random_keys import split as split
+from functrain.random_scope import checkpoint_contexts as checkpoint_contexts
 from functrain.random_scope import scope as scope

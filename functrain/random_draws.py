@@ -1,7 +1,6 @@
 """Draws from a key: what `functrain.random` offers beside keys."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -31,7 +30,7 @@ def bits(key: torch.Tensor, shape: int | Shape = (), dtype: torch.dtype = torch.
         TypeError: `dtype` is not an integer dtype.
 
     >>> bits(key(0), (2,), torch.uint8)
-    tensor([18, 41], dtype=torch.uint8)
+    tensor([167, 146], dtype=torch.uint8)
     """
     check_key("bits", key)
     if dtype not in _BITS_DTYPES:
@@ -58,7 +57,7 @@ def uniform(
         ValueError: the bounds do not broadcast to `shape`.
 
     >>> uniform(key(0), (2,))
-    tensor([0.9477, 0.9785])
+    tensor([0.9477, 0.9786])
     """
     check_key("uniform", key)
     dtype, shape = _float_dtype("uniform", dtype), as_shape(shape)
@@ -130,7 +129,7 @@ def truncated_normal(
         ValueError: the bounds do not broadcast to `shape`.
 
     >>> truncated_normal(key(0), -2.0, 2.0, (2,))
-    tensor([1.5325, 1.7709])
+    tensor([1.4560, 1.7147])
     """
     check_key("truncated_normal", key)
     dtype = _float_dtype("truncated_normal", dtype)
@@ -147,7 +146,7 @@ def exponential(key: torch.Tensor, shape: int | Shape = (), dtype: torch.dtype |
     """Exponential values of rate 1, as ``-log1p(-u)`` of a uniform u.
 
     >>> exponential(key(0), (2,))
-    tensor([2.9518, 3.8410])
+    tensor([2.9501, 3.8434])
     """
     return -torch.log1p(-uniform(key, shape, dtype))
 
@@ -156,7 +155,7 @@ def gumbel(key: torch.Tensor, shape: int | Shape = (), dtype: torch.dtype | None
     """Gumbel values, as ``-log(-log(u))`` of a uniform u in (0, 1).
 
     >>> gumbel(key(0), (2,))
-    tensor([2.9247, 3.8302])
+    tensor([2.9234, 3.8326])
     """
     dtype = _float_dtype("gumbel", dtype)
     return -torch.log(-torch.log(uniform(key, shape, dtype, torch.finfo(dtype).tiny, 1.0)))
@@ -183,7 +182,7 @@ def randint(
         ValueError: the bounds do not broadcast to `shape`.
 
     >>> randint(key(0), (3,), 0, 10)
-    tensor([7, 4, 3])
+    tensor([5, 1, 5])
     """
     check_key("randint", key)
     if dtype not in _INTEGER_DTYPES:
@@ -219,7 +218,7 @@ def permutation(key: torch.Tensor, x: int | torch.Tensor, axis: int = 0, indepen
         ValueError: x is a scalar tensor.
 
     >>> permutation(key(0), 5)
-    tensor([4, 2, 1, 0, 3])
+    tensor([0, 1, 4, 3, 2])
     """
     check_key("permutation", key)
     if not isinstance(x, torch.Tensor):
@@ -235,14 +234,12 @@ def _order(key: torch.Tensor, shape: Shape, axis: int) -> torch.Tensor:
     """Indices `shape` that put lines along an axis in random order: sorts by random words, often enough that ties do not matter."""
     size = math.prod(shape)
     rounds = math.ceil(3 * math.log(max(1, size)) / math.log(WORD))
-    if rounds == 0:  # nothing to exchange
-        return torch.zeros(shape, dtype=torch.int64, device=key.device)
-    order = None
-    for _ in range(rounds):
+    order = torch.zeros(shape, dtype=torch.int64, device=key.device)  # of at most one element, where there is nothing to exchange
+    for i in range(rounds):
         key, subkey = split(key)
         words = fill(OPERATORS.threefry_bits, subkey, shape, 32) ^ -(2**31)  # the order of words without sign
         indices = torch.sort(words, dim=axis, stable=True).indices
-        order = indices if order is None else torch.gather(order, axis, indices)
+        order = indices if i == 0 else torch.gather(order, axis, indices)
     return order
 
 
@@ -292,7 +289,7 @@ def _without_replacement(key: torch.Tensor, logits: torch.Tensor, axis: int, pre
 
 
 def dropout(key: torch.Tensor, x: torch.Tensor, rate: Number, *, train: bool = True) -> torch.Tensor:
-    """x with elements set to 0 with probability `rate` and the others divided by 1 - rate.
+    """Elements of x set to 0 with probability `rate` and the others divided by 1 - rate.
 
     Args:
         key: `[2]`.
@@ -304,7 +301,7 @@ def dropout(key: torch.Tensor, x: torch.Tensor, rate: Number, *, train: bool = T
         ValueError: the rate is a number outside [0, 1].
 
     >>> dropout(key(3), torch.ones(4), 0.5)
-    tensor([2., 0., 0., 2.])
+    tensor([2., 0., 0., 0.])
     """
     check_key("dropout", key)
     if not isinstance(rate, torch.Tensor) and not 0 <= rate <= 1:

@@ -193,7 +193,7 @@ def _bernoulli_of_p(source: Source, a: Arguments) -> torch.Tensor:
 
 
 def _bernoulli_of_tensor(source: Source, a: Arguments) -> torch.Tensor:
-    x, p = a["self"], a.get("p", a["self"])
+    x, p = a["self"], a["p"] if "p" in a else a["self"]
     return source.uniform(x.shape, _wide(p.dtype), x.device) < p
 
 

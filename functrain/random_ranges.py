@@ -45,10 +45,8 @@ def _span(minval: Integer, maxval: Integer, dtype: torch.dtype, width: int) -> t
     """The bounds brought into the dtype's range, as lower bound and width of the range (0 stands for 2**width, as a word has it)."""
     info = torch.iinfo(dtype)
     minval, last = _clip(minval, info.min, info.max), _clip(_minus_one(maxval), info.min, info.max)
-    count = last - minval + 1
-    if isinstance(count, int):
-        return minval, _wrap(max(count, 1), width)
-    return minval, _wrap(torch.where(last < minval, 1, count), width)
+    count: Any = last - minval + 1
+    return minval, _wrap(max(count, 1) if isinstance(count, int) else torch.where(torch.as_tensor(last < minval), 1, count), width)
 
 
 def _minus_one(maxval: Integer) -> Integer:
@@ -106,21 +104,25 @@ def normal_range(bound: Number, dtype: torch.dtype) -> Number:
     """``erf(bound / sqrt(2))`` in a dtype, as XLA computes it: where in (-1, 1) a bound of a normal value cuts the uniform value."""
     root = rounded(math.sqrt(2.0), dtype)
     if isinstance(bound, torch.Tensor):
-        ratio = bound / root
-        return torch.erf(ratio) if dtype == torch.float64 else _erf(ratio.to(torch.float64), _nearest, _clamp).to(dtype)
+        ratios = bound / root
+        return torch.erf(ratios) if dtype == torch.float64 else _erf(ratios.to(torch.float64), _nearest, _clamp).to(dtype)
     ratio = rounded(bound / root, dtype)
     return math.erf(ratio) if dtype == torch.float64 else rounded(_erf(ratio, _nearest_number, _clamp_number), dtype)
 
 
 # The rational approximation of erf in float32 that XLA and Eigen use, and where it reaches 1.
 _ERF_NUMERATOR = (0.00022905065861350646, 0.0034082910107109506, 0.050955695062380861, 0.18520832239976145, 1.128379143519084)
-_ERF_DENOMINATOR = (-1.1791602954361697e-7, 0.000023547966471313185, 0.0010179625278914885, 0.014070470171167667, 0.11098505178285362)
-_ERF_DENOMINATOR += (0.49746925110067538, 1.0)
+# fmt: off
+_ERF_DENOMINATOR = (
+    -1.1791602954361697e-7, 0.000023547966471313185, 0.0010179625278914885, 0.014070470171167667, 0.11098505178285362,
+    0.49746925110067538, 1.0,
+)
+# fmt: on
 _ERF_REACH = 3.832506856900711
 
 
 def _erf(x: Any, nearest: Callable[[Any], Any], clamp: Callable[[Any, float], Any]) -> Any:
-    """erf with float32 roundings (fused multiply-adds) in float64 arithmetic, on a number or a tensor."""
+    """The error function with float32 roundings (fused multiply-adds) in float64 arithmetic, on a number or a tensor."""
     x = clamp(x, _nearest_number(_ERF_REACH))
     square = nearest(x * x)
 
@@ -151,10 +153,10 @@ def _clamp_number(x: float, reach: float) -> float:
 
 def clamp_open(values: torch.Tensor, lower: Number, upper: Number) -> torch.Tensor:
     """Values moved into the open interval between two bounds."""
-    ends = [_next(lower, math.inf, values.dtype), _next(upper, -math.inf, values.dtype)]
-    if not any(isinstance(end, torch.Tensor) for end in ends):
-        return values.clamp(*ends)
-    low, high = (end if isinstance(end, torch.Tensor) else torch.full_like(values, end) for end in ends)
+    low, high = _next(lower, math.inf, values.dtype), _next(upper, -math.inf, values.dtype)
+    if not isinstance(low, torch.Tensor) and not isinstance(high, torch.Tensor):
+        return values.clamp(low, high)
+    low, high = (end if isinstance(end, torch.Tensor) else torch.full_like(values, end) for end in (low, high))
     return torch.minimum(torch.maximum(values, low), high)
 
 

@@ -75,8 +75,7 @@ class RandomScope(TorchDispatchMode):
         """Refuse draws that a recomputation would make otherwise, or did."""
         if backward_is_running() and not self.entered_in_backward:
             raise RuntimeError(
-                f"{operation} in a backward pass inside `random.scope`: what runs again there would draw other numbers than the first time. "
-                f"{_RECOMPUTE}"
+                f"{operation} in a backward pass inside `random.scope`: what runs again there would draw other numbers. {_RECOMPUTE}"
             )
         checkpoint = innermost_checkpoint()
         if checkpoint is not None and checkpoint is not self.entered_in_checkpoint:
@@ -94,7 +93,8 @@ def _remedy(operation: Any) -> str:
     return "Call functrain.random with a key instead."
 
 
-def scope(key: torch.Tensor) -> contextlib.AbstractContextManager[RandomScope]:
+@contextlib.contextmanager
+def scope(key: torch.Tensor) -> Iterator[RandomScope]:
     """Draw torch's implicit random numbers from a key while the context is active.
 
     It works eagerly, under autograd, inside the transforms of torch.func, on fake tensors and while a step is captured. Scopes nest: the
@@ -120,7 +120,8 @@ def scope(key: torch.Tensor) -> contextlib.AbstractContextManager[RandomScope]:
     """
     check_key("scope", key)
     raw, levels = unwrap(key)
-    return resume(ScopeState(raw, _slices(levels), 0))
+    with _entered(ScopeState(raw, _slices(levels), 0)) as active:
+        yield active
 
 
 def _slices(levels_of_key: frozenset[int]) -> tuple[Slices, ...]:
@@ -148,9 +149,8 @@ def scope_state() -> ScopeState | None:
     return None if active is None else active.state
 
 
-@contextlib.contextmanager
-def resume(state: ScopeState | None) -> Iterator[RandomScope | None]:
-    """Enter a scope again as it stood, anywhere and any number of times: what is drawn then is drawn again. None enters nothing.
+def resume(state: ScopeState | None) -> contextlib.AbstractContextManager[RandomScope | None]:
+    """Enter a scope again as it stood, anywhere and any number of times: what was drawn then is drawn again. None enters nothing.
 
     >>> from functrain.random import key
     >>> with scope(key(0)):
@@ -161,9 +161,11 @@ def resume(state: ScopeState | None) -> Iterator[RandomScope | None]:
     >>> torch.equal(first, second)
     True
     """
-    if state is None:
-        yield None
-        return
+    return contextlib.nullcontext() if state is None else _entered(state)
+
+
+@contextlib.contextmanager
+def _entered(state: ScopeState) -> Iterator[RandomScope]:
     with RandomScope(state) as active:
         token = _current.set(active)
         try:
@@ -173,12 +175,11 @@ def resume(state: ScopeState | None) -> Iterator[RandomScope | None]:
 
 
 @contextlib.contextmanager
-def _continue(outer: RandomScope | None) -> Iterator[None]:
-    """The same scope from here on, known to run again later."""
-    with resume(None if outer is None else outer.state) as inner:
-        yield
-    if outer is not None and inner is not None:
-        outer.state = inner.state
+def _continued(outer: RandomScope) -> Iterator[RandomScope]:
+    """A scope from where it stands to where its body leaves it, entered here so that draws are known to be made here again."""
+    with _entered(outer.state) as inner:
+        yield inner
+    outer.state = inner.state
 
 
 def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
@@ -193,4 +194,7 @@ def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], conte
     >>> torch.equal(x.grad, y)
     True
     """
-    return _continue(current_scope()), resume(scope_state())
+    active = _current.get()
+    if active is None:
+        return contextlib.nullcontext(), contextlib.nullcontext()
+    return _continued(active), _entered(active.state)

@@ -3,12 +3,12 @@
 A fill computes a window (`start` and `size` per dimension) of a draw of `shape`; an element depends on the key and on its row-major index
 in `shape` alone, so a shard is filled by giving it its window. Keys are `[*batch, 2]` int64, results `[*batch, *size]`.
 
-    functrain::threefry_fold_in(Tensor key, Tensor data) -> Tensor
-    functrain::threefry_bits(Tensor key, SymInt[] shape, SymInt[] start, SymInt[] size, int width) -> Tensor
-    functrain::threefry_uniform(Tensor key, SymInt[] shape, SymInt[] start, SymInt[] size, ScalarType dtype, float low, float high) -> Tensor
-    functrain::threefry_normal(Tensor key, SymInt[] shape, SymInt[] start, SymInt[] size, ScalarType dtype) -> Tensor
-    functrain::threefry_bernoulli(Tensor key, SymInt[] shape, SymInt[] start, SymInt[] size, float p) -> Tensor
-    functrain::erfinv(Tensor x) -> Tensor
+    functrain::threefry_fold_in(key, data)
+    functrain::threefry_bits(key, shape, start, size, width)
+    functrain::threefry_uniform(key, shape, start, size, dtype, low, high)
+    functrain::threefry_normal(key, shape, start, size, dtype)
+    functrain::threefry_bernoulli(key, shape, start, size, p)
+    functrain::erfinv(x)
 
 On CPU they run the C++ of `threefry.cpp`; without it, and on other devices, the torch operations of `threefry_torch.py`, with the same
 bits on CPU. `decompositions` gives those to a compiler that is to fuse a draw with what uses it.
@@ -160,7 +160,7 @@ def _fake_fill(dtype_of: Callable[..., torch.dtype]) -> Callable[..., torch.Tens
 
 
 def _batched_fill(operator: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    def batched(info: Any, in_dims: tuple[int | None, ...], key: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, int]:
+    def batched(info: Any, in_dims: tuple[int, ...], key: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, int]:
         return operator(key.movedim(in_dims[0], 0), *rest), 0
 
     return batched
@@ -210,6 +210,7 @@ def _register(name: str) -> None:
 
 for _name in _SCHEMAS:
     _register(_name)
+
 
 class _Erfinv(torch.autograd.Function):
     """The operator with its derivative, in a form that torch.func's transforms take too."""
