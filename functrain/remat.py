@@ -3,13 +3,15 @@
 import contextvars
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from functrain.differentiate import split_tensors
-from functrain.torch_internals import TorchDispatchMode, makes_one_new_tensor, transform_is_active
+from functrain.random_scope import ScopeState, checkpoint_contexts, resume, scope_state
+from functrain.torch_internals import TorchDispatchMode, active_modes, alias_that_sees_writes, makes_one_new_tensor, transform_is_active
 
 Policy = Callable[..., bool]
 
@@ -49,8 +51,8 @@ _BATCHED_DOTS = {_aten.bmm.default, _aten.baddbmm.default}
 def remat(function: Callable[..., Any], policy: Policy | None = None) -> Callable[..., Any]:
     """The same function with the same derivatives, that keeps its inputs instead of its intermediates, as `jax.checkpoint`.
 
-    Gradients reach tensors that the function closes over. It must be pure: random numbers from explicit keys (or from an enclosing
-    `random.scope`, whose draws are repeated), no side effects, since it runs again in the backward pass.
+    Gradients reach tensors that the function closes over. It must be pure, since it runs again in the backward pass; what it draws from
+    keys, or from an enclosing `random.scope`, is the same again.
 
     Inside `vmap` and `jvp` results are right but intermediates are kept: torch cannot drop them there.
 
@@ -72,7 +74,8 @@ def remat(function: Callable[..., Any], policy: Policy | None = None) -> Callabl
             return function(*args, **kwargs)
         tensors, rebuild = split_tensors((args, kwargs))
         call = _Repeatable(function, rebuild, policy)
-        return checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=False)
+        # torch's generator is restored for the second run, except where a mode is active: capture refuses it, a scope replaces it.
+        return checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=not active_modes())
 
     return rematerialized
 
@@ -85,19 +88,22 @@ class _Repeatable:
         self.rebuild = rebuild
         self.kept = None if policy is None or policy is remat_policies.nothing_saveable else _Kept(policy)
         self.context: contextvars.Context | None = None  # of the first run; None before it
+        self.scope: ScopeState | None = None  # where implicit random numbers stood then
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        if self.context is None:
-            self.context = contextvars.copy_context()
+        if self.context is not None:
+            return self.context.copy().run(self._again, tensors)
+        self.context, self.scope = contextvars.copy_context(), scope_state()
+        with checkpoint_contexts()[0], nullcontext() if self.kept is None else _Keep(self.kept):
             return self._run(tensors)
-        return self.context.copy().run(self._run, tensors, True)
 
-    def _run(self, tensors: tuple[torch.Tensor, ...], again: bool = False) -> Any:
+    def _again(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        with resume(self.scope), nullcontext() if self.kept is None else _Replay(self.kept):
+            return self._run(tensors)
+
+    def _run(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         args, kwargs = self.rebuild(tensors)
-        if self.kept is None:
-            return self.function(*args, **kwargs)
-        with _Replay(self.kept) if again else _Keep(self.kept):
-            return self.function(*args, **kwargs)
+        return self.function(*args, **kwargs)
 
 
 class _Kept:
@@ -127,7 +133,8 @@ class _Keep(TorchDispatchMode):
         kwargs = kwargs or {}
         result = operation(*args, **kwargs)
         if self.kept.wants(operation, args, kwargs):
-            self.kept.results.append((operation, result.detach(), result._version))
+            alias = alias_that_sees_writes(result)
+            self.kept.results.append((operation, alias, alias._version))
         return result
 
 

@@ -163,3 +163,9 @@ def unwrap(x: torch.Tensor) -> tuple[torch.Tensor, frozenset[int]]:
         while functorch.is_functorch_wrapped_tensor(x):  # by an active derivative transform
             x = functorch.get_unwrapped(x)
     return x, frozenset(level for level, _ in wrappers)
+
+
+def alias_that_sees_writes(x: torch.Tensor) -> torch.Tensor:
+    """A detached alias whose version counter is that of `x`, made inside a dispatch mode, where `x.detach()` alone starts a new one."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
