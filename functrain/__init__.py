@@ -1,6 +1,35 @@
-"""Functional training on PyTorch: a training step is a pure function over pytrees of sharded state."""
+"""Functional training on PyTorch: a training step is a pure function over trees of tensors.
 
+This file is the table of contents.
+"""
+
+# Trees, and values that live in them
+from functrain import random as random
 from functrain import tree as tree
 from functrain.tree import Mean as Mean
 from functrain.tree import field as field
 from functrain.tree import struct as struct
+
+# Transformations of functions
+from functrain.transforms import grad as grad
+from functrain.transforms import value_and_grad as value_and_grad
+from functrain.transforms import jvp as jvp
+from functrain.transforms import vjp as vjp
+from functrain.batching import vmap as vmap
+from functrain.accumulate import accumulate as accumulate
+from functrain.remat import remat as remat
+from functrain.tiled import tiled as tiled
+
+# Precision, state
+from functrain.precision import DynamicScale as DynamicScale
+from functrain.precision import Precision as Precision
+from functrain.precision import StaticScale as StaticScale
+from functrain.state import TrainState as TrainState
+
+# Capture and compilation
+from functrain.compile.abstract import ShapeDtypeStruct as ShapeDtypeStruct
+from functrain.compile.abstract import eval_shape as eval_shape
+from functrain.compile.errors import CaptureError as CaptureError
+from functrain.compile.errors import DonatedError as DonatedError
+from functrain.compile.jit import disable_jit as disable_jit
+from functrain.compile.jit import jit as jit
