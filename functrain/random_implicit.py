@@ -46,6 +46,8 @@ def arguments(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """The arguments of a call by name, with the schema's defaults."""
     schema = operation._schema.arguments
     given = {a.name: a.default_value for a in schema if a.has_default_value()}
+    if isinstance(given.get("dtype"), int):  # torch's number for int64
+        given["dtype"] = torch.int64
     given.update(zip((a.name for a in schema), args))
     return {**given, **kwargs}
 

@@ -10,7 +10,6 @@ What runs again in a backward pass (rematerialization) must draw what it drew th
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,9 +17,7 @@ import torch
 from functrain.random_implicit import HANDLERS, Slices, Source, arguments
 from functrain.random_implicit import is_random as is_random
 from functrain.random_keys import check_key
-from functrain.torch_internals import TorchDispatchMode, backward_is_running, enclosing_vmaps, innermost_checkpoint, unwrap
-
-_current: ContextVar["RandomScope | None"] = ContextVar("functrain_random_scope", default=None)
+from functrain.torch_internals import TorchDispatchMode, active_modes, backward_is_running, enclosing_vmaps, innermost_checkpoint, unwrap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +33,11 @@ class RandomScope(TorchDispatchMode):
     """The mode behind `scope`; `state` is where it stands."""
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would otherwise import its compiler (seconds) to keep it out of this mode's method."""
+        return False
 
     def __init__(self, state: ScopeState) -> None:
         super().__init__()
@@ -140,12 +142,12 @@ def current_scope() -> RandomScope | None:
     >>> current_scope() is None
     True
     """
-    return _current.get()
+    return next((mode for mode in reversed(active_modes()) if isinstance(mode, RandomScope)), None)
 
 
 def scope_state() -> ScopeState | None:
     """Where the innermost scope stands now, or None where there is none; a plain value, to be kept for `resume`."""
-    active = _current.get()
+    active = current_scope()
     return None if active is None else active.state
 
 
@@ -167,11 +169,7 @@ def resume(state: ScopeState | None) -> contextlib.AbstractContextManager[Random
 @contextlib.contextmanager
 def _entered(state: ScopeState) -> Iterator[RandomScope]:
     with RandomScope(state) as active:
-        token = _current.set(active)
-        try:
-            yield active
-        finally:
-            _current.reset(token)
+        yield active
 
 
 @contextlib.contextmanager
@@ -194,7 +192,7 @@ def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], conte
     >>> torch.equal(x.grad, y)
     True
     """
-    active = _current.get()
+    active = current_scope()
     if active is None:
         return contextlib.nullcontext(), contextlib.nullcontext()
     return _continued(active), _entered(active.state)
