@@ -89,10 +89,11 @@ def fingerprint(value: Any, depth: int = 0) -> Any:
     if isinstance(value, torch.Tensor):
         return ("tensor", _Same(value), value._version)
     if isinstance(value, (list, tuple, set, frozenset, dict)):
-        if depth > 1 or len(value) > _MAX_ITEMS:
+        if depth > 2 or len(value) > _MAX_ITEMS:
             return (type(value).__name__, len(value))
-        items = value.items() if isinstance(value, dict) else value
-        return (type(value).__name__, tuple(fingerprint(x, depth + 1) for x in items))
+        if isinstance(value, dict):
+            return (type(value).__name__, tuple((fingerprint(k, depth + 1), fingerprint(x, depth + 1)) for k, x in value.items()))
+        return (type(value).__name__, tuple(fingerprint(x, depth + 1) for x in value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and depth < 2:
         return (
             type(value).__name__,

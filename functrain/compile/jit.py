@@ -23,6 +23,7 @@ from functrain.compile.passes import Pass
 from functrain.compile.report import Compilation, Report, Status
 from functrain.compile.source import source_of_function
 from functrain.differentiate import is_nested
+from functrain.torch_internals import transform_is_active
 
 logger = logging.getLogger("functrain.compile")
 _disabled: ContextVar[bool] = ContextVar("functrain_jit_disabled", default=False)
@@ -133,7 +134,7 @@ class Jitted:
             return "jit is disabled"
         if is_capturing():
             return "called inside another captured function, whose graph it becomes part of"
-        if is_nested():
+        if is_nested() or transform_is_active():
             return "called inside a transform (grad, vmap, ...), which needs its operations"
         return None
 

@@ -13,7 +13,7 @@ _MAY_BE_SAME = {aten.view.default, aten._unsafe_view.default, aten.expand.defaul
 
 
 def _changes_nothing(node: fx.Node) -> bool:
-    if node.target not in _SAME_VALUES | _MAY_BE_SAME or not isinstance(node.args[0], fx.Node):
+    if node.target not in _SAME_VALUES | _MAY_BE_SAME or not isinstance(node.args[0], fx.Node) or node.meta.get("must_copy"):
         return False
     before, after = node.args[0].meta.get("val"), node.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):

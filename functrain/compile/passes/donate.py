@@ -9,7 +9,7 @@ from collections.abc import Set
 import torch
 import torch.fx as fx
 
-import functrain.kernels.adamw  # registers the operators
+import functrain.kernels.adamw  # noqa: F401 - registers the operators
 from functrain.compile.passes.base import Pass
 from functrain.compile.passes.storage import Writable
 

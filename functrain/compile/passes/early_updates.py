@@ -10,6 +10,7 @@ from collections.abc import Set
 import torch
 import torch.fx as fx
 
+import functrain.kernels.adamw  # noqa: F401 - registers the operators
 from functrain.compile.graph import Storages, operations
 from functrain.compile.passes.base import Pass
 

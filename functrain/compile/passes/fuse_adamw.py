@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-import functrain.kernels.adamw  # registers the operators
+import functrain.kernels.adamw  # noqa: F401 - registers the operators
 from functrain.compile.passes.base import Pass
 
 aten, ops = torch.ops.aten, torch.ops.functrain

@@ -42,5 +42,5 @@ def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
     with graph.inserting_before(graph.output_node()):
         copy = graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
     fresh = torch.empty_like(node.meta["val"], memory_format=torch.contiguous_format)
-    copy.meta.update(source=node.meta.get("source"), phase="update", val=fresh)
+    copy.meta.update(source=node.meta.get("source"), phase="update", val=fresh, must_copy=True)
     return copy
