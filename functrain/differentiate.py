@@ -15,7 +15,7 @@ import torch
 
 from functrain import tree
 from functrain.precision import Precision
-from functrain.torch_internals import annotate, derivative_transform_is_active, transform_is_active
+from functrain.torch_internals import annotate, derivative_transform_is_active, saved_tensors_kept, transform_is_active
 from functrain.tree import PyTree
 
 _depth: ContextVar[int] = ContextVar("functrain_differentiation_depth", default=0)  # how many derivatives we are inside of
@@ -113,9 +113,13 @@ def _transformed_pullback(function: ListFunction, leaves: Sequence[torch.Tensor]
         rebuild[:] = [put_back]
         return outputs, tensors
 
-    with phase("forward"):
+    def pull_kept(cotangents: Sequence[torch.Tensor], keep: bool) -> list[torch.Tensor]:
+        with saved_tensors_kept():
+            return list(pull(list(cotangents)))
+
+    with phase("forward"), saved_tensors_kept():
         outputs, pull, tensors = torch.func.vjp(flat, *leaves, has_aux=True)  # type: ignore[misc]
-    return list(outputs), rebuild[0](tensors), lambda cotangents, keep: list(pull(list(cotangents)))
+    return list(outputs), rebuild[0](tensors), pull_kept
 
 
 def split_tensors(value: PyTree) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], PyTree]]:

@@ -42,7 +42,7 @@ def tiled(function: Callable[..., Any], chunks: int, dim: int = 0, key_argnums: 
 
     @functools.wraps(function)
     def in_chunks(first: PyTree, *others: Any, **kwargs: Any) -> Any:
-        keys = {number % (1 + len(others)) for number in (key_argnums if isinstance(key_argnums, (tuple, list)) else (key_argnums,))}
+        keys = _key_places(name, key_argnums, 1 + len(others))
         sizes = _sizes(_length(name, first, dim), chunks)
         parts = _cut(first, sizes, dim)
         results = [one_chunk(part, *_folded(others, keys, j), **kwargs) for j, part in enumerate(parts)]
@@ -83,6 +83,16 @@ def _cut(first: PyTree, sizes: list[int], dim: int) -> list[PyTree]:
     leaves, structure = tree.flatten(first)
     columns = [torch.split(x, sizes, dim) if isinstance(x, torch.Tensor) else (x,) * len(sizes) for x in leaves]
     return [tree.unflatten(structure, [column[j] for column in columns]) for j in range(len(sizes))]
+
+
+def _key_places(name: str, key_argnums: int | Sequence[int], given: int) -> set[int]:
+    numbers = key_argnums if isinstance(key_argnums, (tuple, list)) else (key_argnums,)
+    for number in numbers:
+        if not isinstance(number, int) or not -given <= number < given:
+            raise ValueError(f"tiled {name}: key_argnums={number!r}, but the call had {given} positional arguments")
+        if number % given == 0:
+            raise ValueError(f"tiled {name}: the first argument is what is cut; a key must be a further argument")
+    return {number % given for number in numbers}
 
 
 def _folded(others: tuple[Any, ...], keys: set[int], j: int) -> list[Any]:

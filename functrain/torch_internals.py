@@ -1,7 +1,8 @@
 """Every use of a part of torch that is not public, in one place, each with its reason and the public way that falls short."""
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -169,3 +170,20 @@ def alias_that_sees_writes(x: torch.Tensor) -> torch.Tensor:
     """A detached alias whose version counter is that of `x`, made inside a dispatch mode, where `x.detach()` alone starts a new one."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return x.detach()
+
+
+@contextlib.contextmanager
+def saved_tensors_kept() -> Iterator[None]:
+    """Set hooks on saved tensors aside: what autograd saves inside is kept as it is, also inside `torch.utils.checkpoint`.
+
+    torch.func.vjp refuses to run under such hooks. Hooks have no public way to be set aside.
+    """
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

@@ -96,6 +96,28 @@ def test_remats_nest_and_hold_gradients() -> None:
     assert_trees_close(nested, plain, rtol=1e-12, atol=1e-12)
 
 
+INSIDE: dict[str, Callable[..., Any]] = {
+    "vmap": lambda w: vmap(lambda x: torch.sin(torch.sin(x @ w)))(X),
+    "vmap of grad": lambda w: vmap(grad(lambda x: torch.sin(torch.sin(x @ w)).sum()))(X),
+    "vmap of grad of remat": lambda w: vmap(grad(lambda x: remat(torch.sin)(torch.sin(x @ w)).sum()))(X),
+    "jvp": lambda w: jvp(lambda x: torch.sin(torch.sin(x @ w)), (X,), (X,))[1],
+    "jvp of grad": lambda w: jvp(grad(lambda x: torch.sin(torch.sin(x @ w)).sum()), (X,), (X,))[1],
+    "grad of vmap": lambda w: grad(lambda x: vmap(lambda x: torch.sin(torch.sin(x @ w)))(x).sum())(X),
+}
+
+
+@pytest.mark.parametrize("policy", [None, remat_policies.dots_saveable])
+@pytest.mark.parametrize("name", INSIDE)
+def test_every_transform_works_inside(name: str, policy: Any) -> None:
+    def total(wrap: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda w: (wrap(lambda w: torch.sin(INSIDE[name](torch.sin(w))), policy)(w) ** 2).sum()
+
+    def results(wrap: Callable[..., Any]) -> Any:
+        return grad(total(wrap))(W), grad(lambda w: (grad(total(wrap))(w) ** 2).sum())(W)
+
+    assert_trees_close(results(remat), results(lambda f, policy: f), rtol=1e-11, atol=1e-11)
+
+
 @tree.struct
 class Pair:
     a: Any
