@@ -28,7 +28,7 @@ class Signature:
         if key[0] != other_key[0]:
             return "the arguments have another structure"
         if key[1] != other_key[1]:
-            changed = [f"{a[0]}={a[1]!r} (was {b[1]!r})" for a, b in zip(key[1], other_key[1], strict=False) if a != b]
+            changed = [f"{a[0]}={a[-1]!r} (was {b[-1]!r})" for a, b in zip(key[1], other_key[1], strict=False) if a != b]
             return "static arguments changed: " + ", ".join(changed)
         if key[2] != other_key[2]:
             return "torch's default dtype or autocast changed"
@@ -46,7 +46,7 @@ def signature_of(leaves: Sequence[Any]) -> Signature:
     """Read a signature off tensors (or abstract leaves)."""
     contiguous = [x.is_contiguous() for x in leaves]
     return Signature(
-        shapes=[tuple(x.shape) for x in leaves],
+        shapes=[torch.Size(x.shape) for x in leaves],
         dtypes=[x.dtype for x in leaves],
         devices=[x.device for x in leaves],
         contiguous=contiguous,
