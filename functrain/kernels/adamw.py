@@ -14,28 +14,30 @@ They compute, with ``lr, b1, b2, eps, eps_root, weight_decay, c1, c2, grad_scale
     nu' = b2 * nu + (1 - b2) * g * g
     update = -lr * ((mu' / c1) / (sqrt(nu' / c2 + eps_root) + eps) + weight_decay * param)
 
-(Loshchilov and Hutter 2019, arXiv 1711.05101; Kingma and Ba 2015, arXiv 1412.6980, algorithm 1.) ``adamw`` returns the update,
-``adamw_apply`` the parameter with the update added, the forms with a trailing underscore write param, mu and nu in place. `model` is a
-half-precision copy of the parameter that is written in the same pass. Division by c1 and c2 is multiplication by their reciprocals.
+(Loshchilov and Hutter 2019, arXiv 1711.05101; Kingma and Ba 2015, arXiv 1412.6980, algorithm 1.) Division by c1 and c2 is multiplication
+by their reciprocals. ``adamw`` returns the update, ``adamw_apply`` the parameter with the update added, the forms with a trailing
+underscore write param, mu and nu in place. `model` is a half-precision copy of the parameter that is written in the same pass.
 
-All leaves of one call have one shape; `grad` has any floating dtype; `param`, `mu` and `nu` are float32 or float64 in the C++ kernel of
-``adamw.cpp`` (CPU); other dtypes, other devices and installations without the library use torch operations, which give the same moments
-bit for bit and an update within two units in the last place (`torch.sqrt` on CPU is not correctly rounded). Results have the dtype and layout of what they replace. The operators have no derivative and no batching rule. Those in place have
-no results: their schema says that they write, so neither FX nor Inductor removes them as dead code.
+All tensors of one leaf have one shape; `grad` has any floating dtype; `param`, `mu` and `nu` are float32 or float64 in the C++ kernel of
+``adamw.cpp`` (CPU). Other dtypes, other devices and installations without the library use ``adamw_torch.py``. Results have the dtype and
+layout of what they replace. ``adamw`` can be differentiated and batched; the others, which the compiler puts in its place, cannot. Those
+in place have no results: their schema says that they write, so neither FX nor Inductor removes them as dead code.
 """
 
 import ctypes
 import functools
 import struct
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from functrain.kernels import library
+from functrain.kernels import adamw_torch, library
+from functrain.kernels.adamw_torch import Row, Three, check, check_model, like, rows, write
 
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Number = float | torch.Tensor
+Number = float | Tensor
 
 _OPERATORS = torch.library.Library("functrain", "FRAGMENT")
 _SCHEMAS = {
@@ -48,7 +50,6 @@ _SCHEMAS = {
 
 # Below this many elements a call stays on one thread: waking others takes longer.
 PARALLEL_ELEMENTS = 1 << 15
-_COEFFICIENTS_SHAPE = torch.Size([9])
 
 
 def coefficients(
@@ -61,7 +62,7 @@ def coefficients(
     eps_root: Number = 0.0,
     weight_decay: Number = 0.0,
     grad_scale: Number = 1.0,
-) -> torch.Tensor:
+) -> Tensor:
     """The scalars of one step as the operators take them.
 
     Args:
@@ -85,103 +86,8 @@ def coefficients(
     return torch.stack([lr, first, second, outside, inside, decay, 1 - first**count, 1 - second**count, scale])
 
 
-def _scalar(value: Number) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value.to(torch.float64)
-    return torch.full((), value, dtype=torch.float64)
-
-
-# ---- torch operations: any device, any floating dtype
-
-
-def _update_by_torch(param: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, grad: torch.Tensor, coefficients: torch.Tensor) -> Three:
-    """(update, mu, nu) in the working dtype: the kernel's arithmetic, one operation at a time."""
-    dtype = _working_dtype(param, mu, nu)
-    lr, b1, b2, eps, eps_root, decay, scale, rest1, rest2, over_c1, over_c2 = _rounded(coefficients, dtype)
-    g = grad.to(dtype) * scale
-    m = b1 * mu.to(dtype) + rest1 * g
-    v = b2 * nu.to(dtype) + rest2 * (g * g)
-    direction = m * over_c1 / (torch.sqrt(v * over_c2 + eps_root) + eps)
-    return -lr * (direction + decay * param.to(dtype)), m, v
-
-
-def _working_dtype(*state: torch.Tensor) -> torch.dtype:
-    """The widest dtype of the state, and float32 at least."""
-    return functools.reduce(torch.promote_types, [x.dtype for x in state], torch.float32)
-
-
-def _rounded(coefficients: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Scalars as 0-dim tensors; what is derived from a coefficient is derived in float64 and rounded once."""
-    lr_to_decay, c, scale = coefficients[:6], coefficients[6:8], coefficients[8:]
-    return torch.cat([lr_to_decay, scale, 1 - coefficients[1:3], 1 / c]).to(dtype).unbind()
-
-
-def _adamw_by_torch(grad: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, param: torch.Tensor, coefficients: torch.Tensor) -> Three:
-    _check(param, mu, nu, grad, coefficients)
-    update, m, v = _update_by_torch(param, mu, nu, grad, coefficients)
-    return _like(update, param), _like(m, mu), _like(v, nu)
-
-
-def _apply_by_torch(param: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, grad: torch.Tensor, coefficients: torch.Tensor) -> Three:
-    _check(param, mu, nu, grad, coefficients)
-    update, m, v = _update_by_torch(param, mu, nu, grad, coefficients)
-    return _like(param.to(update.dtype) + update, param), _like(m, mu), _like(v, nu)
-
-
-def _like(value: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """A result in the dtype and layout of what it replaces."""
-    target = torch.empty_like(old)
-    return value if value.dtype == old.dtype and value.stride() == target.stride() else target.copy_(value)
-
-
-def _apply_by_torch_(
-    param: torch.Tensor,
-    mu: torch.Tensor,
-    nu: torch.Tensor,
-    grad: torch.Tensor,
-    coefficients: torch.Tensor,
-    model: torch.Tensor | None = None,
-) -> None:
-    _write(_apply_by_torch(param, mu, nu, grad, coefficients), param, mu, nu, model)
-
-
-def _write(new: Three, param: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, model: torch.Tensor | None) -> None:
-    for old, value in zip((param, mu, nu), new, strict=True):
-        old.copy_(value)
-    if model is not None:
-        model.copy_(param)
-
-
-def _apply_many_by_torch_(
-    param: Sequence[torch.Tensor],
-    mu: Sequence[torch.Tensor],
-    nu: Sequence[torch.Tensor],
-    grad: Sequence[torch.Tensor],
-    coefficients: torch.Tensor,
-    model: Sequence[torch.Tensor],
-) -> None:
-    for p, m, v, g, half in _rows(param, mu, nu, grad, model):
-        _apply_by_torch_(p, m, v, g, coefficients, half)
-
-
-def _rows(param: Sequence, mu: Sequence, nu: Sequence, grad: Sequence, model: Sequence) -> zip:
-    """One tuple a leaf, with None where there is no half-precision copy."""
-    lengths = [len(x) for x in (param, mu, nu, grad)]
-    if len({*lengths}) != 1 or len(model) not in (0, lengths[0]):
-        raise ValueError(f"adamw: lists of different lengths: param, mu, nu, grad {lengths}, model {len(model)}")
-    return zip(param, mu, nu, grad, model or [None] * len(param), strict=True)
-
-
-def _check(param: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, grad: torch.Tensor, coefficients: torch.Tensor) -> None:
-    shape = param.shape
-    if mu.shape != shape or nu.shape != shape or grad.shape != shape:
-        found = ", ".join(f"{name} {list(x.shape)}" for name, x in (("mu", mu), ("nu", nu), ("grad", grad)))
-        raise ValueError(f"adamw: shapes differ: param {list(shape)}, {found}; the state must be made for this parameter")
-    if coefficients.shape != _COEFFICIENTS_SHAPE or coefficients.dtype != torch.float64:
-        raise ValueError(
-            f"adamw: coefficients must be 9 float64 values (functrain.kernels.adamw.coefficients makes them), "
-            f"got {list(coefficients.shape)} {coefficients.dtype}"
-        )
+def _scalar(value: Number) -> Tensor:
+    return value.to(torch.float64) if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64)
 
 
 # ---- C++: CPU, float32 and float64 state
@@ -192,8 +98,7 @@ _HALVES = {torch.bfloat16: 2, torch.float16: 3}
 _NO_MODEL = -1
 # (dtype of param, mu, nu, grad) -> (code of the state, code of the gradient)
 _KINDS = {(s, s, s, g): (_CODES[s], code) for s in (torch.float32, torch.float64) for g, code in _CODES.items()}
-# state, grad, model, add, threads, count, coefficients, size and eight addresses: see `functrain_adamw`. One argument costs a third of what
-# sixteen do.
+# One leaf as `functrain_adamw` in adamw.cpp takes it: kind (state, grad, model, add), threads, count 1, coefficients, size, 8 addresses.
 _pack_one = struct.Struct("16q").pack
 
 
@@ -206,167 +111,183 @@ def _threads(elements: int) -> int:
     return library.threads() if elements >= PARALLEL_ELEMENTS else 1
 
 
-def _adamw_cpu(grad: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, param: torch.Tensor, coefficients: torch.Tensor) -> Three:
-    new = _functional(0, param, mu, nu, grad, coefficients)
-    return _adamw_by_torch(grad, mu, nu, param, coefficients) if new is None else new
+def _adamw_cpu(grad: Tensor, mu: Tensor, nu: Tensor, param: Tensor, coefficients: Tensor) -> Three:
+    new = _new_values(0, param, mu, nu, grad, coefficients)
+    return adamw_torch.adamw(grad, mu, nu, param, coefficients) if new is None else new
 
 
-def _apply_cpu(param: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, grad: torch.Tensor, coefficients: torch.Tensor) -> Three:
-    new = _functional(1, param, mu, nu, grad, coefficients)
-    return _apply_by_torch(param, mu, nu, grad, coefficients) if new is None else new
+def _apply_cpu(param: Tensor, mu: Tensor, nu: Tensor, grad: Tensor, coefficients: Tensor) -> Three:
+    new = _new_values(1, param, mu, nu, grad, coefficients)
+    return adamw_torch.adamw_apply(param, mu, nu, grad, coefficients) if new is None else new
 
 
-def _functional(
-    add: int, param: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, grad: torch.Tensor, coefficients: torch.Tensor
-) -> Three | None:
+def _new_values(add: int, param: Tensor, mu: Tensor, nu: Tensor, grad: Tensor, coefficients: Tensor) -> Three | None:
     """New (update or param, mu, nu), or None where the kernel does not know the dtypes or is not there."""
     kind, kernel = _KINDS.get((param.dtype, mu.dtype, nu.dtype, grad.dtype)), _kernel()
     if kind is None or kernel is None:
         return None
-    _check(param, mu, nu, grad, coefficients)
-    old = param, mu, nu
-    if not (param.is_contiguous() and mu.is_contiguous() and nu.is_contiguous() and grad.is_contiguous()):
-        strides = _dense_strides(param)
-        param, mu, nu, grad = (_in_layout(x, strides) for x in (param, mu, nu, grad))
+    check(param, mu, nu, grad, coefficients)
+    call = (kernel, (*kind, _NO_MODEL, add), coefficients.contiguous())
+    if param.is_contiguous() and mu.is_contiguous() and nu.is_contiguous() and grad.is_contiguous():
+        return _run(*call, param, mu, nu, grad)
+    strides = _dense_strides(param)
+    p, m, v, g = (_in_layout(x, strides) for x in (param, mu, nu, grad))
+    first, second, third = _run(*call, p, m, v, g)
+    return like(first, param), like(second, mu), like(third, nu)
+
+
+def _run(
+    kernel: Callable[[bytes], None],
+    kind: tuple[int, int, int, int],
+    coefficients: Tensor,
+    param: Tensor,
+    mu: Tensor,
+    nu: Tensor,
+    grad: Tensor,
+) -> Three:
+    """The kernel on tensors of one dense layout, into new ones."""
     first, second, third, n = torch.empty_like(param), torch.empty_like(param), torch.empty_like(param), param.numel()
-    kernel(
-        _pack_one(
-            *(*kind, _NO_MODEL, add, _threads(n), 1, coefficients.data_ptr(), n),
-            *(param.data_ptr(), mu.data_ptr(), nu.data_ptr(), grad.data_ptr()),
-            *(first.data_ptr(), second.data_ptr(), third.data_ptr(), 0),
-        )
-    )
-    if param is old[0]:
-        return first, second, third
-    return _like(first, old[0]), _like(second, old[1]), _like(third, old[2])
+    olds = param.data_ptr(), mu.data_ptr(), nu.data_ptr(), grad.data_ptr()
+    kernel(_pack_one(*kind, _threads(n), 1, coefficients.data_ptr(), n, *olds, first.data_ptr(), second.data_ptr(), third.data_ptr(), 0))
+    return first, second, third
 
 
-def _dense_strides(x: torch.Tensor) -> tuple[int, ...]:
+def _dense_strides(x: Tensor) -> tuple[int, ...]:
     """The strides of a tensor made like `x`: its own, unless they leave gaps or overlap."""
     return torch.empty_like(x, device="meta").stride()
 
 
-def _in_layout(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+def _in_layout(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     return x if x.stride() == strides else torch.empty_strided(x.shape, strides, dtype=x.dtype).copy_(x)
 
 
-def _apply_cpu_(
-    param: torch.Tensor,
-    mu: torch.Tensor,
-    nu: torch.Tensor,
-    grad: torch.Tensor,
-    coefficients: torch.Tensor,
-    model: torch.Tensor | None = None,
-) -> None:
+def _apply_cpu_(param: Tensor, mu: Tensor, nu: Tensor, grad: Tensor, coefficients: Tensor, model: Tensor | None = None) -> None:
     kernel = _kernel()
     kind = _in_place_kind(param, mu, nu, grad, coefficients, model)
     if kernel is None or kind is None:
-        return _write(_apply_cpu(param, mu, nu, grad, coefficients), param, mu, nu, model)
+        return write(_apply_cpu(param, mu, nu, grad, coefficients), param, mu, nu, model)
     n = param.numel()
-    p, m, v = param.data_ptr(), mu.data_ptr(), nu.data_ptr()
+    p, m, v, c = param.data_ptr(), mu.data_ptr(), nu.data_ptr(), coefficients.contiguous()
     half = 0 if model is None else model.data_ptr()
-    kernel(_pack_one(*kind, 1, _threads(n), 1, coefficients.data_ptr(), n, p, m, v, grad.data_ptr(), p, m, v, half))
-    increment_version((param, mu, nu) if model is None else (param, mu, nu, model))
-    return None
+    kernel(_pack_one(*kind, 1, _threads(n), 1, c.data_ptr(), n, p, m, v, grad.data_ptr(), p, m, v, half))
+    return increment_version((param, mu, nu) if model is None else (param, mu, nu, model))
 
 
 def _in_place_kind(
-    param: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, grad: torch.Tensor, coefficients: torch.Tensor, model: torch.Tensor | None
+    param: Tensor, mu: Tensor, nu: Tensor, grad: Tensor, coefficients: Tensor, model: Tensor | None
 ) -> tuple[int, int, int] | None:
     """The codes (state, grad, model) of a leaf that the kernel can update where it lies, or None."""
     kind = _KINDS.get((param.dtype, mu.dtype, nu.dtype, grad.dtype))
+    check(param, mu, nu, grad, coefficients)
+    check_model(param, model)
     half = _NO_MODEL if model is None else _HALVES.get(model.dtype)
     if kind is None or half is None:
         return None
-    _check(param, mu, nu, grad, coefficients)
-    tensors = (param, mu, nu, grad) if model is None else (param, mu, nu, grad, model)
-    if not all([x.is_contiguous() for x in tensors]) and not _share_dense_layout(tensors):
-        return None
-    return (*kind, half)
+    flat = param.is_contiguous() and mu.is_contiguous() and nu.is_contiguous() and grad.is_contiguous()
+    if flat and (model is None or model.is_contiguous()):
+        return (*kind, half)
+    return (*kind, half) if _share_dense_layout(param, mu, nu, grad, model) else None
 
 
-def _share_dense_layout(tensors: Sequence[torch.Tensor]) -> bool:
-    strides = _dense_strides(tensors[0])
-    return all(x.stride() == strides for x in tensors)
+def _share_dense_layout(*tensors: Tensor | None) -> bool:
+    given = [x for x in tensors if x is not None]
+    strides = _dense_strides(given[0])
+    return all(x.stride() == strides for x in given)
 
 
 def _apply_many_cpu_(
-    param: Sequence[torch.Tensor],
-    mu: Sequence[torch.Tensor],
-    nu: Sequence[torch.Tensor],
-    grad: Sequence[torch.Tensor],
-    coefficients: torch.Tensor,
-    model: Sequence[torch.Tensor],
+    param: Sequence[Tensor],
+    mu: Sequence[Tensor],
+    nu: Sequence[Tensor],
+    grad: Sequence[Tensor],
+    coefficients: Tensor,
+    model: Sequence[Tensor],
 ) -> None:
-    groups: dict[tuple[int, int, int], list[tuple]] = {}
-    for row in _rows(param, mu, nu, grad, model):
+    kernel = _kernel()
+    groups: dict[tuple[int, int, int], list[Row]] = {}
+    for row in rows(param, mu, nu, grad, model):
         p, m, v, g, half = row
         kind = _in_place_kind(p, m, v, g, coefficients, half)
-        if kind is None or _kernel() is None:
+        if kind is None or kernel is None:
             _apply_cpu_(p, m, v, g, coefficients, half)
         else:
             groups.setdefault(kind, []).append(row)
-    for kind, rows in groups.items():
-        _apply_group_(kind, rows, coefficients)
+    for kind, group in groups.items():
+        _apply_group_(kernel, kind, group, coefficients.contiguous())
 
 
-def _apply_group_(kind: tuple[int, int, int], rows: list[tuple], coefficients: torch.Tensor) -> None:
+def _apply_group_(kernel: Any, kind: tuple[int, int, int], group: list[Row], coefficients: Tensor) -> None:
     """One call for all leaves of a kind."""
-    kernel = _kernel()
-    if kernel is None:
-        raise RuntimeError("the C++ kernels are not loaded")
-    *inputs, models = ([0 if x is None else x.data_ptr() for x in column] for column in zip(*rows, strict=True))
-    sizes = [row[0].numel() for row in rows]
-    record = [*kind, 1, _threads(sum(sizes)), len(rows), coefficients.data_ptr(), *sizes]
-    for column in (*inputs, *inputs[:3], models):
-        record += column
+    params, mus, nus, grads, models = zip(*group, strict=True)
+    written = [*params, *mus, *nus, *(x for x in models if x is not None)]
+    sizes = [x.numel() for x in params]
+    state = [x.data_ptr() for x in (*params, *mus, *nus)]
+    record = [*kind, 1, _threads(sum(sizes)), len(sizes), coefficients.data_ptr(), *sizes, *state]
+    record += [x.data_ptr() for x in grads]
+    record += state
+    record += [0 if x is None else x.data_ptr() for x in models]
     kernel(struct.pack(f"{len(record)}q", *record))
-    increment_version([x for row in rows for x in (*row[:3], row[4]) if x is not None])
+    increment_version(written)
 
 
 # ---- registration
 
 
-def _fake(param: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, grad: torch.Tensor, coefficients: torch.Tensor) -> Three:
-    _check(param, mu, nu, grad, coefficients)
+def _apply_fake(param: Tensor, mu: Tensor, nu: Tensor, grad: Tensor, coefficients: Tensor) -> Three:
+    check(param, mu, nu, grad, coefficients)
     return torch.empty_like(param), torch.empty_like(mu), torch.empty_like(nu)
 
 
-def _adamw_fake(grad: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, param: torch.Tensor, coefficients: torch.Tensor) -> Three:
-    return _fake(param, mu, nu, grad, coefficients)
+def _adamw_fake(grad: Tensor, mu: Tensor, nu: Tensor, param: Tensor, coefficients: Tensor) -> Three:
+    return _apply_fake(param, mu, nu, grad, coefficients)
 
 
-def _apply_fake_(
-    param: torch.Tensor,
-    mu: torch.Tensor,
-    nu: torch.Tensor,
-    grad: torch.Tensor,
-    coefficients: torch.Tensor,
-    model: torch.Tensor | None = None,
-) -> None:
-    _check(param, mu, nu, grad, coefficients)
+def _apply_fake_(param: Tensor, mu: Tensor, nu: Tensor, grad: Tensor, coefficients: Tensor, model: Tensor | None = None) -> None:
+    check(param, mu, nu, grad, coefficients)
+    check_model(param, model)
 
 
 def _apply_many_fake_(
-    param: Sequence[torch.Tensor],
-    mu: Sequence[torch.Tensor],
-    nu: Sequence[torch.Tensor],
-    grad: Sequence[torch.Tensor],
-    coefficients: torch.Tensor,
-    model: Sequence[torch.Tensor],
+    param: Sequence[Tensor],
+    mu: Sequence[Tensor],
+    nu: Sequence[Tensor],
+    grad: Sequence[Tensor],
+    coefficients: Tensor,
+    model: Sequence[Tensor],
 ) -> None:
-    for p, m, v, g, _ in _rows(param, mu, nu, grad, model):
-        _check(p, m, v, g, coefficients)
+    for p, m, v, g, half in rows(param, mu, nu, grad, model):
+        _apply_fake_(p, m, v, g, coefficients, half)
 
 
-def _register(name: str, cpu: Callable, anywhere: Callable, fake: Callable) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Three) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _pull_back(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, ...]:
+    """The derivative, by way of the torch operations."""
+    return torch.func.vjp(adamw_torch.adamw, *ctx.saved_tensors)[1](cotangents)
+
+
+def _batched(info: Any, in_dims: tuple[int | None, ...], *arguments: Tensor) -> tuple[Three, tuple[int, ...]]:
+    """Element by element, a batch of leaves is a leaf; where the coefficients differ, one call each."""
+    batches = [x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(arguments, in_dims, strict=True)]
+    operator = torch.ops.functrain.adamw
+    if in_dims[-1] is None:
+        return operator(*batches[:-1], arguments[-1]), (0, 0, 0)
+    update, mu, nu = zip(*(operator(*row) for row in zip(*batches, strict=True)), strict=True)
+    return (torch.stack(update), torch.stack(mu), torch.stack(nu)), (0, 0, 0)
+
+
+def _register(name: str, cpu: Callable, elsewhere: Callable, fake: Callable) -> None:
     _OPERATORS.define(name + _SCHEMAS[name])
     _OPERATORS.impl(name, cpu, "CPU")
-    _OPERATORS.impl(name, anywhere, "CompositeExplicitAutograd")
+    _OPERATORS.impl(name, elsewhere, "CompositeExplicitAutograd")
     torch.library.register_fake(f"functrain::{name}", fake, lib=_OPERATORS)
 
 
-_register("adamw", _adamw_cpu, _adamw_by_torch, _adamw_fake)
-_register("adamw_apply", _apply_cpu, _apply_by_torch, _fake)
-_register("adamw_apply_", _apply_cpu_, _apply_by_torch_, _apply_fake_)
-_register("adamw_apply_many_", _apply_many_cpu_, _apply_many_by_torch_, _apply_many_fake_)
+_register("adamw", _adamw_cpu, adamw_torch.adamw, _adamw_fake)
+_register("adamw_apply", _apply_cpu, adamw_torch.adamw_apply, _apply_fake)
+_register("adamw_apply_", _apply_cpu_, adamw_torch.adamw_apply_, _apply_fake_)
+_register("adamw_apply_many_", _apply_many_cpu_, adamw_torch.adamw_apply_many_, _apply_many_fake_)
+torch.library.register_autograd("functrain::adamw", _pull_back, setup_context=_save_inputs, lib=_OPERATORS)
+torch.library.register_vmap("functrain::adamw", _batched, lib=_OPERATORS)
