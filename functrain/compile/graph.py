@@ -22,9 +22,14 @@ def is_mutable(node: fx.Node) -> bool:
 
 @functools.cache
 def _alias_positions(schema: Any) -> tuple[str, ...]:
-    """Names of the arguments that the results may share storage with (the written ones included)."""
+    """Names of the arguments that the results may share storage with.
+
+    A written argument is one where a result carries its mark. An argument that is marked and not written is a view's source, whatever
+    the result carries: the marks of lists (`split`, `unbind`) stand in another place.
+    """
     shared = {name for r in schema.returns if r.alias_info is not None for name in r.alias_info.before_set}
-    return tuple(a.name for a in schema.arguments if a.alias_info is not None and shared & set(a.alias_info.before_set))
+    marked = [a for a in schema.arguments if a.alias_info is not None]
+    return tuple(a.name for a in marked if schema.returns and (not a.alias_info.is_write or shared & set(a.alias_info.before_set)))
 
 
 def aliased_argument(node: fx.Node) -> fx.Node | None:

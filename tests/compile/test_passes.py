@@ -138,6 +138,16 @@ def test_a_buffer_that_is_read_again_is_not_reused() -> None:
     assert_trees_equal(ft.jit(function)(x), function(x))
 
 
+def test_a_buffer_whose_parts_are_read_again_is_not_reused() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        parts = y.split(2)
+        return torch.cos(y) + torch.cat([torch.sin(part) for part in parts])
+
+    x = ft.random.normal(ft.random.key(0), (6,))
+    assert_trees_equal(ft.jit(function)(x), function(x))
+
+
 def test_reading_through_another_layout_is_not_overwritten() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         y = torch.sin(x)
