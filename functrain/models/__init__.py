@@ -1,0 +1,3 @@
+"""Reference models as pure functions over params."""
+
+from functrain.models import gpt as gpt
