@@ -87,6 +87,10 @@ def _run(
 # ---- what each operator computes
 
 
+def _without_kernel(fill: Callable[..., torch.Tensor], key: torch.Tensor, window: tuple[Ints, ...], *rest: Any) -> torch.Tensor:
+    return threefry_torch.in_blocks(fill, key, window, *rest) if key.device.type == "cpu" else fill(key, *window, *rest)
+
+
 def _fold_in(key: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     kernel = _kernel("fold_in", key)
     if kernel is None:
@@ -101,7 +105,7 @@ def _fold_in(key: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 def _bits(key: torch.Tensor, shape: Ints, start: Ints, size: Ints, width: int) -> torch.Tensor:
     kernel = _kernel("fill", key)
     if kernel is None:
-        return threefry_torch.bits(key, shape, start, size, width)
+        return _without_kernel(threefry_torch.bits, key, (shape, start, size), width)
     kind, dtype = (_Kind.BITS_32, torch.int32) if width == 32 else (_Kind.BITS_64, torch.int64)
     return _run(kernel, kind, key, (shape, start, size), dtype)
 
@@ -112,14 +116,18 @@ def _words_for(dtype: torch.dtype, key: torch.Tensor, shape: Ints, start: Ints, 
 
 def _uniform(key: torch.Tensor, shape: Ints, start: Ints, size: Ints, dtype: torch.dtype, low: float, high: float) -> torch.Tensor:
     kernel = _kernel("fill", key)
-    if kernel is None or dtype != torch.float32:
+    if kernel is None:
+        return _without_kernel(threefry_torch.uniform, key, (shape, start, size), dtype, low, high)
+    if dtype != torch.float32:
         return threefry_torch.from_words_uniform(_words_for(dtype, key, shape, start, size), dtype, low, high)
     return _run(kernel, _Kind.UNIFORM, key, (shape, start, size), dtype, *threefry_torch.bounds(low, high, dtype))
 
 
 def _normal(key: torch.Tensor, shape: Ints, start: Ints, size: Ints, dtype: torch.dtype) -> torch.Tensor:
     kernel = _kernel("fill", key)
-    if kernel is None or dtype != torch.float32:
+    if kernel is None:
+        return _without_kernel(threefry_torch.normal, key, (shape, start, size), dtype)
+    if dtype != torch.float32:
         return threefry_torch.from_words_normal(_words_for(dtype, key, shape, start, size), dtype)
     return _run(kernel, _Kind.NORMAL, key, (shape, start, size), dtype)
 
@@ -127,7 +135,7 @@ def _normal(key: torch.Tensor, shape: Ints, start: Ints, size: Ints, dtype: torc
 def _bernoulli(key: torch.Tensor, shape: Ints, start: Ints, size: Ints, p: float) -> torch.Tensor:
     kernel = _kernel("fill", key)
     if kernel is None:
-        return threefry_torch.bernoulli(key, shape, start, size, p)
+        return _without_kernel(threefry_torch.bernoulli, key, (shape, start, size), p)
     return _run(kernel, _Kind.BERNOULLI, key, (shape, start, size), torch.bool, threefry_torch.rounded(p, torch.float32))
 
 
