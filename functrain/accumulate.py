@@ -107,11 +107,11 @@ def _one(
 
     (total,), (weight, aux), pull = pullback(run, params)
     mean = Mean(_wide(total), _wide(weight))
-    if loss_scale is None:
-        return _Part(mean, pull([torch.ones_like(total)]), aux)
-    divisor = _nonzero(mean.weight).to(mean.total.dtype)
-    gradients = pull([(loss_scale.scale / divisor).to(total)])
     with phase("backward"):
+        if loss_scale is None:
+            return _Part(mean, pull([torch.ones_like(total)]), aux)
+        divisor = _nonzero(mean.weight).to(mean.total.dtype)
+        gradients = pull([(loss_scale.scale / divisor).to(total)])
         return _Part(mean, [_wide(g) * divisor for g in gradients], aux)
 
 

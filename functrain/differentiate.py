@@ -165,9 +165,11 @@ class Selection:
 
     def gradients(self, tensors: Sequence[torch.Tensor], precision: Precision | None, factor: torch.Tensor | None) -> PyTree:
         """Gradients as they leave: multiplied by a factor, in their param's dtype and place; zeros for what cannot be differentiated."""
-        leaves = [torch.zeros_like(x) if isinstance(x, torch.Tensor) else type(x)() for x in self.leaves]
-        for i, tensor in zip(self.active, tensors, strict=True):
-            leaves[i] = to_storage(tensor, self.paths[i], self.leaves[i].dtype, precision, factor)
+        given = iter(tensors)
+        leaves = [
+            to_storage(next(given), path, x.dtype, precision, factor) if is_active(x) else _zero(x)
+            for path, x in zip(self.paths, self.leaves, strict=True)
+        ]
         found = tree.unflatten(self.structure, leaves)
         return found[0] if self.single else found
 
@@ -216,6 +218,10 @@ def as_tensor(leaf: Any, path: str) -> Any:
 def is_active(leaf: Any) -> bool:
     """Whether a leaf has derivatives: a floating-point or complex tensor."""
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _zero(leaf: Any) -> Any:
+    return torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else type(leaf)()
 
 
 def _kinds(leaves: Sequence[Any]) -> str:

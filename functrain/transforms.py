@@ -62,9 +62,9 @@ def value_and_grad(
         with phase("forward"):
             params = selection.tensors(precision)
         (value,), aux, pull = pullback(run, params)
-        seed = torch.ones_like(value) if loss_scale is None else loss_scale.scale.to(value)
-        tensors = pull([seed])
         with phase("backward"):
+            seed = torch.ones_like(value) if loss_scale is None else loss_scale.scale.to(value)
+            tensors = pull([seed])
             gradients = selection.gradients(tensors, precision, None if loss_scale is None else 1 / loss_scale.scale)
         return ((value, aux) if has_aux else value), gradients
 

@@ -129,7 +129,16 @@ def leaves_with_path(tree: PyTree, is_leaf: IsLeaf = None) -> list[tuple[str, An
 
 
 def _paths_of(spec: Structure) -> list[str]:
-    return ["/".join(_name(entry) for entry in accessor) for accessor in spec.accessors()]
+    try:
+        return list(_known_paths(spec))
+    except TypeError:  # a static field that cannot be hashed
+        return list(_known_paths.__wrapped__(spec))
+
+
+@functools.lru_cache(maxsize=256)
+def _known_paths(spec: Structure) -> tuple[str, ...]:
+    """Kept by structure: eager transforms ask for the same ones at every call."""
+    return tuple("/".join(_name(entry) for entry in accessor) for accessor in spec.accessors())
 
 
 def _name(entry: optree.PyTreeEntry) -> str:

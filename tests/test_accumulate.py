@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from functrain import tree
 from functrain.accumulate import accumulate
+from functrain.compile.jit import jit
 from functrain.precision import DynamicScale, Precision, StaticScale
 from functrain.random_keys import fold_in, key
 from functrain.transforms import grad, value_and_grad, vmap
@@ -226,3 +227,11 @@ def test_errors_name_the_leaf_and_the_shape() -> None:
         accumulate(lambda p, x: Mean((p * x).sum(), p * 2), 2)(p, torch.ones(4))
     with pytest.raises(TypeError, match="str values that differ"):
         accumulate(lambda p, x: (p * x.sum(), str(x[0].item())), 2, has_aux=True)(p, torch.arange(4.0))
+
+
+def test_a_captured_step_with_a_loss_scale_equals_the_eager_one() -> None:
+    def step(p: Any, scale: DynamicScale, x: Any) -> Any:
+        return accumulate(masked_loss, 4, precision=Precision(), loss_scale=scale)(p, x)
+
+    args = (params(), DynamicScale(), batch(8))
+    assert_trees_close(jit(step)(*args), step(*args), rtol=1e-6, atol=1e-7)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from functrain import tree
+from functrain.compile.jit import jit
 from functrain.precision import DynamicScale, Precision, StaticScale, all_finite, select
 from functrain.state import TrainState
 from functrain.transforms import grad, value_and_grad, vmap
@@ -225,3 +226,17 @@ def test_select_takes_one_side_whole() -> None:
         select(torch.tensor(True), {"n": 4}, {"n": 3})
     with pytest.raises(tree.StructureError, match="only on the left: b"):
         select(torch.tensor(True), {"a": old["w"], "b": old["w"]}, {"a": old["w"]})
+
+
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+def test_a_captured_step_that_overflows_is_undone_as_the_eager_one(factor: float) -> None:
+    def step(state: TrainState, x: torch.Tensor) -> TrainState:
+        loss = lambda p: ((x.half() @ p["w"] + p["b"]).float() ** 2).mean()  # noqa: E731
+        gradients = grad(loss, precision=Precision(compute=torch.float16), loss_scale=state.loss_scale)(state.params)
+        return state.apply_gradients(gradients, Momentum, seen=state.seen + 1)
+
+    state = TrainState.create(params=params(), tx=Momentum, loss_scale=DynamicScale(), seen=torch.zeros(()))
+    x = torch.ones(2, 3) * factor
+    captured = jit(step)(state, x)
+    assert_trees_close(captured, step(state, x), rtol=1e-5, atol=1e-6)
+    assert int(captured.step) == (factor == 1.0)

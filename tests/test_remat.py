@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from functrain import random, tree
+from functrain.compile.jit import jit
 from functrain.precision import Precision
 from functrain.remat import remat, remat_policies
 from functrain.torch_internals import TorchDispatchMode
@@ -312,3 +313,36 @@ def test_a_function_that_is_not_pure_is_told() -> None:
 
     with pytest.raises(RuntimeError, match="It must be pure"):
         grad(lambda x: remat(changing, remat_policies.dots_saveable)(x).sum())(W)
+
+
+# ---- captured
+
+
+def test_a_captured_step_computes_again_what_is_not_kept() -> None:
+    def operations(policy: Any) -> int:
+        lowered = jit(lambda w, x: grad(loss(lambda f: remat(f, policy)))(w, x), passes=()).lower(W, X)
+        return lowered.as_text().count("aten.mm.default")
+
+    plain = operations(remat_policies.everything_saveable)
+    assert operations(remat_policies.dots_saveable) == plain
+    assert operations(None) == plain + 6
+
+
+@pytest.mark.parametrize("policy", [None, remat_policies.dots_saveable])
+def test_captured_derivatives_are_those_of_the_plain_function(policy: Any) -> None:
+    def derivatives(wrap: Callable[..., Any]) -> Callable[..., Any]:
+        f = loss(lambda f: wrap(f, policy))
+        return lambda w, x, key: {
+            "value": value_and_grad(f, argnums=(0, 1))(w, x),
+            "penalty": grad(lambda w: (grad(f, argnums=1)(w, x) ** 2).sum())(w),
+            "vmap": vmap(grad(f), in_axes=(None, 0))(w, x[:, None]),
+            "inside": grad(lambda w: wrap(lambda w: vmap(grad(lambda x: torch.sin(x @ w).sum()))(x), policy)(w).sum())(w),
+            "scope": dropped(wrap, x, key),
+        }
+
+    def dropped(wrap: Callable[..., Any], x: torch.Tensor, key: torch.Tensor) -> Any:
+        with random.scope(key):
+            return grad(lambda x: wrap(lambda x: torch.sin(torch.dropout(x, 0.5, True)), policy)(x).sum())(x)
+
+    found = jit(derivatives(remat))(W, X, random.key(0))
+    assert_trees_close(found, derivatives(lambda f, policy: f)(W, X, random.key(0)), rtol=1e-12, atol=1e-12)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from functrain import random, tree
+from functrain.compile.jit import jit
 from functrain.random_keys import fold_in, key, split
 from functrain.remat import remat
 from functrain.tiled import tiled
@@ -188,3 +189,15 @@ def test_errors_name_the_leaf_and_the_shape() -> None:
         tiled(lambda x: x, 2, key_argnums=4)(torch.ones(3))
     with pytest.raises(ValueError, match="first argument"):
         tiled(lambda x: x, 2, key_argnums=0)(torch.ones(3))
+
+
+def test_a_captured_function_has_the_same_numbers_and_holds_less() -> None:
+    wide = {"up": make(0, 3, 64), "down": make(1, 64, 3)}
+
+    def step(chunks: int) -> Any:
+        return lambda x, p: value_and_grad(lambda p: (tiled(mlp, chunks)(x, p) ** 2).sum())(p)
+
+    x = make(2, 65, 3)
+    assert_trees_close(jit(step(4))(x, wide), step(1)(x, wide), **EXACT)
+    temporaries = [jit(step(chunks)).lower(x, wide).memory_analysis().temporaries for chunks in (1, 8)]
+    assert temporaries[1] < temporaries[0] / 2
