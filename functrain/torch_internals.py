@@ -187,3 +187,12 @@ def saved_tensors_kept() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def call_below_autograd(operator: torch._ops.OpOverload, keyset: Any, *arguments: Any) -> Any:
+    """Go on to an operator's kernel for the device, from its own kernel for autograd, which got the key set.
+
+    What `torch.library.register_autograd` does, whose derivatives torch.func refuses to use.
+    """
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)

@@ -36,6 +36,7 @@ from torch.autograd.graph import increment_version
 
 from functrain.kernels import adamw_torch, library
 from functrain.kernels.adamw_torch import Row, Three, check, check_model, like, rows, write
+from functrain.torch_internals import call_below_autograd
 
 Number = float | Tensor
 
@@ -259,13 +260,12 @@ def _apply_many_fake_(
         _apply_fake_(p, m, v, g, coefficients, half)
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Three) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _pull_back(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, ...]:
-    """The derivative, by way of the torch operations."""
-    return torch.func.vjp(adamw_torch.adamw, *ctx.saved_tensors)[1](cotangents)
+def _adamw_autograd(keyset: Any, grad: Tensor, mu: Tensor, nu: Tensor, param: Tensor, coefficients: Tensor) -> Three:
+    """Where something is to be differentiated, torch operations, which can be; else the kernel."""
+    arguments = grad, mu, nu, param, coefficients
+    if torch.is_grad_enabled() and any([x.requires_grad for x in arguments]):
+        return adamw_torch.adamw(*arguments)
+    return call_below_autograd(torch.ops.functrain.adamw.default, keyset, *arguments)
 
 
 def _batched(info: Any, in_dims: tuple[int | None, ...], *arguments: Tensor) -> tuple[Three, tuple[int, ...]]:
@@ -289,5 +289,5 @@ _register("adamw", _adamw_cpu, adamw_torch.adamw, _adamw_fake)
 _register("adamw_apply", _apply_cpu, adamw_torch.adamw_apply, _apply_fake)
 _register("adamw_apply_", _apply_cpu_, adamw_torch.adamw_apply_, _apply_fake_)
 _register("adamw_apply_many_", _apply_many_cpu_, adamw_torch.adamw_apply_many_, _apply_many_fake_)
-torch.library.register_autograd("functrain::adamw", _pull_back, setup_context=_save_inputs, lib=_OPERATORS)
+_OPERATORS.impl("adamw", _adamw_autograd, "Autograd", with_keyset=True)
 torch.library.register_vmap("functrain::adamw", _batched, lib=_OPERATORS)
