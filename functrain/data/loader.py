@@ -145,6 +145,11 @@ class Prefetch:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._read, args=(loader, start, stop), name="functrain-loader", daemon=True)
 
+    @property
+    def ready(self) -> int:
+        """How many batches are read and not taken yet."""
+        return self._queue.qsize()
+
     def _read(self, loader: Loader, start: int, stop: int | None) -> None:
         position = start
         while not self._closed.is_set() and (stop is None or position < stop):
