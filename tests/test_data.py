@@ -1,8 +1,9 @@
 """Corpora, the split, tokenizers, token files and the cache: real text in, token ids out, and a clear sentence for what cannot be used."""
 
+import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from functrain.data import corpus, dataset, split
+from functrain.data.cache import cache_folder
 from functrain.data.corpus import Corpus, Piece, open_corpus, standard_library
 from functrain.data.dataset import prepare
 from functrain.data.errors import DataError
 from functrain.data.token_file import open_tokens, write_tokens
-from functrain.data.tokenizer import END_OF_TEXT, ByteTokenizer, load_tokenizer, train_bpe
+from functrain.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 
 TEXT = "".join(f"def function_{i}(argument):\n    return argument + {i * i}\n\n\n" for i in range(200))
 
@@ -192,14 +194,10 @@ def test_byte_pairs_come_back(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode_batch([text])[0]) == text
 
 
-_bpe: list[object] = []
-
-
-def bpe():  # noqa: ANN201
+@functools.cache
+def bpe() -> Tokenizer:
     """A tokenizer of the text above, made once."""
-    if not _bpe:
-        _bpe.append(train_bpe(iter([TEXT]), 300))
-    return _bpe[0]
+    return train_bpe(iter([TEXT]), 300)
 
 
 def test_byte_pairs_are_learned_and_the_end_of_text_is_never_read_from_text() -> None:
@@ -212,8 +210,8 @@ def test_byte_pairs_are_learned_and_the_end_of_text_is_never_read_from_text() ->
 
 
 @pytest.mark.parametrize("make", [ByteTokenizer, bpe])
-def test_a_saved_tokenizer_is_the_same(tmp_path: Path, make: object) -> None:
-    tokenizer = make()  # type: ignore[operator]
+def test_a_saved_tokenizer_is_the_same(tmp_path: Path, make: Callable[[], Tokenizer]) -> None:
+    tokenizer = make()
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
     loaded = load_tokenizer(tmp_path / "tokenizer.json")
     assert (loaded.vocab_size, loaded.end) == (tokenizer.vocab_size, tokenizer.end)
@@ -293,8 +291,6 @@ def test_a_failure_while_encoding_leaves_nothing_behind(tmp_path: Path, own_cach
 
 
 def test_the_cache_follows_the_users_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from functrain.data.cache import cache_folder
-
     assert cache_folder() == Path(os.environ["FUNCTRAIN_CACHE"])
     monkeypatch.delenv("FUNCTRAIN_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

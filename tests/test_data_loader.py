@@ -1,5 +1,6 @@
 """The loader is a pure function of (seed, position); the shuffle is a permutation; the bigram baseline is a distribution."""
 
+import itertools
 import threading
 import time
 
@@ -189,7 +190,7 @@ def markov(length: int, seed: int) -> np.ndarray:
 def explicit(tokens: np.ndarray, vocab: int, discount: float, uniform: float) -> np.ndarray:
     """p(w | v) by the equations, for all pairs."""
     counts = np.zeros((vocab, vocab))
-    for v, w in zip(tokens[:-1], tokens[1:], strict=True):
+    for v, w in itertools.pairwise(tokens):
         counts[v, w] += 1
     kinds = counts > 0
     lower = (1 - uniform) * kinds.sum(0) / kinds.sum() + uniform / vocab
