@@ -1,0 +1,1 @@
+"""From a function to something that runs: capture, passes, analysis, lowering, `jit`."""
