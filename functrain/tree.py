@@ -281,7 +281,19 @@ def _key_difference(left: PyTree, right: PyTree) -> str:
 
 
 def field(*, static: bool = False, **options: Any) -> Any:
-    """A dataclass field of a `struct`; a static one is part of the structure (hashable, compared by ``==``), not a leaf."""
+    """A dataclass field of a `struct`; a static one is part of the structure (hashable, compared by ``==``), not a leaf.
+
+    Args:
+        static: whether the field is structure instead of a child.
+        options: as `dataclasses.field` takes them (`default`, `default_factory`, ...).
+
+    >>> @struct
+    ... class Scaled:
+    ...     x: Any
+    ...     by: float = field(static=True, default=2.0)
+    >>> leaves(Scaled(1))
+    [1]
+    """
     return dataclasses.field(metadata={"static": static}, **options)
 
 

@@ -127,3 +127,24 @@ def test_report_prints() -> None:
     text = str(step.report())
     assert "compilation 0: first call" in text
     assert "pass reuse_buffers: 1 places" in text
+
+
+def test_remat_lowers_the_peak_of_a_captured_gradient() -> None:
+    def block(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(F.gelu(torch.sin(x @ w))) + x
+
+    def loss(wrap: Any) -> Any:
+        def function(ws: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            for w in ws:
+                x = wrap(block)(w, x)
+            return x.square().mean()
+
+        return ft.jit(ft.grad(function))
+
+    ws, x = [torch.eye(8) for _ in range(6)], torch.ones(1024, 8)
+    plain, saving = loss(lambda f: f), loss(ft.remat)
+    assert torch.equal(plain(ws, x)[0], saving(ws, x)[0])
+    peaks = [step.lower(ws, x).memory_analysis().peak for step in (plain, saving)]
+    assert peaks[1] < 0.6 * peaks[0]
+    products = [sum(n.target is torch.ops.aten.mm.default for n in s.lower(ws, x).graph.graph.nodes) for s in (plain, saving)]
+    assert products[1] == products[0] + 6
