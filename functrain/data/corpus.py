@@ -152,4 +152,4 @@ def _text_of(line: str, field: str, where: str) -> str:
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
         fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise DataError(f"{where} has no text in its field {field!r} (it has: {fields}); name another with --field")
-    return record[field]
+    return record[field].encode("utf-8", "replace").decode()  # JSON can spell half a character

@@ -99,7 +99,7 @@ def advance(params: PyTree, tokens: torch.Tensor, past: Past, config: Config) ->
         kept: Past = []
         x_BxSxD = gpt.apply_block(block, x_BxSxD, config, turns, _cached_attention(before, kept))
         longer += kept
-    return gpt.rms_norm(x_BxSxD[:, -1], params["norm"], config.norm_eps) @ gpt.head(params), longer
+    return gpt.rms_norm(x_BxSxD[:, -1], params["norm"], config.norm_eps) @ gpt.head(params).T, longer
 
 
 def _cached_attention(before: tuple[torch.Tensor, torch.Tensor], kept: Past) -> gpt.Attend:

@@ -1,7 +1,8 @@
 """A GPT as pure functions over nested dicts of params: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
 The block is Llama's (Touvron et al. 2023, arXiv 2302.13971): pre-norm RMSNorm (arXiv 1910.07467), RoPE (2104.09864) in the layout that
-rotates halves, grouped-query attention (2305.13245), SwiGLU (2002.05202), no biases. Weights are stored [in, out] and applied as `x @ w`.
+rotates halves, grouped-query attention (2305.13245), SwiGLU (2002.05202), no biases. Weights are stored [in, out] and applied as `x @ w`;
+embedding and head are [vocab, D].
 
 Shape suffixes: B batch, S sequence, D model width, H query heads, K key-value heads, E width of a head, F width of the MLP, V vocabulary.
 """
@@ -17,8 +18,9 @@ import torch
 import torch.nn.functional as F
 
 import functrain.random as random
+from functrain.losses import linear_cross_entropy
 from functrain.remat import remat as rematerialized
-from functrain.tree import PyTree
+from functrain.tree import Mean, PyTree
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Turns = tuple[torch.Tensor, torch.Tensor]
@@ -35,7 +37,7 @@ class Config:
     heads: int = 4  # H; D / H is the width of a head
     kv_heads: int = 2  # K, divides H; K = H is multi-head, K = 1 multi-query attention
     d_ff: int = 704  # F
-    tied: bool = True  # whether the head is the embedding, transposed
+    tied: bool = True  # whether the head is the embedding
     dropout: float = 0.0  # rate, on the embedding and on what each block adds; needs a key
     rope_base: float = 10000.0  # longest wavelength is about 2 pi times this, in tokens
     norm_eps: float = 1e-5  # added to the mean square
@@ -59,8 +61,9 @@ class Config:
 
 
 SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {"layers": 4, "d_model": 256, "heads": 4, "kv_heads": 2, "d_ff": 704},
-    "small": {"layers": 6, "d_model": 384, "heads": 6, "kv_heads": 6, "d_ff": 1024},
+    "nano": {"layers": 2, "d_model": 64, "heads": 2, "kv_heads": 1, "d_ff": 176, "context": 64, "vocab_size": 512},
+    "tiny": {"layers": 4, "d_model": 256, "heads": 4, "kv_heads": 2, "d_ff": 704, "context": 256, "vocab_size": 1024},
+    "small": {"layers": 6, "d_model": 384, "heads": 6, "kv_heads": 6, "d_ff": 1024, "context": 256, "vocab_size": 8192},
     "125m": {"layers": 12, "d_model": 768, "heads": 12, "kv_heads": 12, "d_ff": 2048, "context": 1024, "vocab_size": 32768},
     "350m": {"layers": 24, "d_model": 1024, "heads": 16, "kv_heads": 16, "d_ff": 2816, "context": 1024, "vocab_size": 32768},
     "760m": {"layers": 24, "d_model": 1536, "heads": 16, "kv_heads": 8, "d_ff": 4096, "context": 2048, "vocab_size": 32768},
@@ -102,7 +105,7 @@ def init(config: Config, key: torch.Tensor) -> PyTree:
         "norm": torch.ones(config.d_model, device=key.device),
     }
     if not config.tied:
-        params["head"] = 0.02 * random.normal(head_key, (config.d_model, config.vocab_size))
+        params["head"] = 0.02 * random.normal(head_key, (config.vocab_size, config.d_model))
     return params
 
 
@@ -128,7 +131,7 @@ def count(config: Config) -> int:
     """How many params a model has, worked out from its shape alone.
 
     >>> count(config("tiny"))
-    3475712
+    3213568
     """
     width, heads = config.d_model, (config.heads + 2 * config.kv_heads) * config.head_width
     block = width * heads + width * width + 3 * width * config.d_ff + 2 * width
@@ -155,12 +158,34 @@ def apply(params: PyTree, tokens: torch.Tensor, config: Config, *, key: torch.Te
     >>> apply(init(small, random.key(0)), torch.zeros(2, 5, dtype=torch.int64), small).shape
     torch.Size([2, 5, 32])
     """
-    return hidden(params, tokens, config, key=key, remat=remat) @ head(params)
+    return hidden(params, tokens, config, key=key, remat=remat) @ head(params).T
+
+
+def loss(params: PyTree, batch: dict[str, torch.Tensor], config: Config, *, key: torch.Tensor | None = None, remat: bool = False) -> Mean:
+    """Cross-entropy of the next token; the logits are made and used up a piece at a time.
+
+    Args:
+        params: as `init` makes them, in the dtype to compute in.
+        batch: `tokens` and `targets`, int64 [batch, sequence]; targets of -100 do not count.
+        config: the architecture; static.
+        key: for dropout; without one there is none.
+        remat: as for `apply`.
+
+    Returns:
+        `Mean(total, weight)` over the targets that count, in nats.
+
+    >>> small = Config(vocab_size=32, layers=1, d_model=16, heads=2, kv_heads=1, d_ff=32)
+    >>> zeros = torch.zeros(2, 5, dtype=torch.int64)
+    >>> int(loss(init(small, random.key(0)), {"tokens": zeros, "targets": zeros}, small).weight)
+    10
+    """
+    x_BxSxD = hidden(params, batch["tokens"], config, key=key, remat=remat)
+    return linear_cross_entropy(x_BxSxD, head(params), batch["targets"])
 
 
 def head(params: PyTree) -> torch.Tensor:
-    """The matrix from the last hidden state to logits, [D, V]: the params' own, or the embedding transposed."""
-    return params["head"] if "head" in params else params["embed"].T
+    """One row a token, [V, D], whose products with the last hidden state are the logits: the params' own, or the embedding."""
+    return params["head"] if "head" in params else params["embed"]
 
 
 def hidden(params: PyTree, tokens: torch.Tensor, config: Config, *, key: torch.Tensor | None = None, remat: bool = False) -> torch.Tensor:

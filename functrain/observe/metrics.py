@@ -27,10 +27,10 @@ class MetricsWriter:
     [{'step': 1, 'loss': 2.5}]
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, append: bool = False) -> None:
         self.path = path
         try:
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if append else os.O_TRUNC), 0o666)
         except OSError as error:
             raise MetricsError(f"the metrics {path} cannot be opened: {error.strerror}") from None
 

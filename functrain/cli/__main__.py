@@ -1,0 +1,7 @@
+"""`python -m functrain.cli` is `functrain`."""
+
+import sys
+
+from functrain.cli.program import main
+
+sys.exit(main())
