@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "halves.h"
 #include "portable.h"
@@ -37,59 +38,67 @@ struct Rule {
 };
 
 template <class T>
-struct Inputs {
-    const T *param, *mu, *nu, *grad;
+struct Block {
+    const T *param, *mu, *nu;
+    const void* grad;
+    T *new_param, *new_mu, *new_nu;
+    void* model;
 };
+
+struct NoModel {};
 
 template <class T>
-struct Outputs {
-    T *param, *mu, *nu;
-};
+INLINE void narrow(T, NoModel&) {}
 
-template <class T, bool kAdd>
-CLONES void step(const Rule<T>& given, const Inputs<T>& in, const Outputs<T>& out, int n) {
+// Gradients of type G, a half-precision copy of type M. Conversions are in the loop: they fill the time in which it waits for the divider.
+template <class T, class G, class M, bool kAdd>
+CLONES void step(const Rule<T>& given, const Block<T>& block, int n) {
     const Rule<T> rule = given;
-    const T *const param = in.param, *const mu = in.mu, *const nu = in.nu, *const grad = in.grad;
-    T *const new_param = out.param, *const new_mu = out.mu, *const new_nu = out.nu;
+    const T *const param = block.param, *const mu = block.mu, *const nu = block.nu;
+    const G* const grad = static_cast<const G*>(block.grad);
+    T *const new_param = block.new_param, *const new_mu = block.new_mu, *const new_nu = block.new_nu;
+    M* const model = static_cast<M*>(block.model);
     INDEPENDENT
     for (int i = 0; i < n; ++i) {
-        const T g = grad[i] * rule.grad_scale;
+        const T g = static_cast<T>(widen(grad[i])) * rule.grad_scale;
         const T m = rule.b1 * mu[i] + rule.rest1 * g;
         const T v = rule.b2 * nu[i] + rule.rest2 * (g * g);
         const T direction = (m * rule.over_c1) / (square_root(v * rule.over_c2 + rule.eps_root) + rule.eps);
         const T update = rule.minus_lr * (direction + rule.weight_decay * param[i]);
+        const T result = kAdd ? param[i] + update : update;
         new_mu[i] = m;
         new_nu[i] = v;
-        new_param[i] = kAdd ? param[i] + update : update;
+        new_param[i] = result;
+        if (!std::is_same<M, NoModel>::value) narrow(result, model[i]);
     }
 }
 
-template <class From, class T>
-CLONES void widen_all(const From* from, T* to, int n) {
-    INDEPENDENT
-    for (int i = 0; i < n; ++i) to[i] = static_cast<T>(widen(from[i]));
-}
-
-template <class T, class To>
-CLONES void narrow_all(const T* from, To* to, int n) {
-    INDEPENDENT
-    for (int i = 0; i < n; ++i) narrow(from[i], to[i]);
-}
+struct Kind {
+    int state, grad, model;  // dtypes
+    bool add;                // whether new_param is the parameter with the update added, or the update
+};
 
 template <class T>
-void widen_block(int dtype, const void* from, T* to, int n) {
-    switch (dtype) {
-        case kFloat32: return widen_all(static_cast<const float*>(from), to, n);
-        case kFloat64: return widen_all(static_cast<const double*>(from), to, n);
-        case kBFloat16: return widen_all(static_cast<const BFloat16*>(from), to, n);
-        default: return widen_all(static_cast<const Float16*>(from), to, n);
+using Step = void (*)(const Rule<T>&, const Block<T>&, int);
+
+template <class T, class G>
+Step<T> choose_model(const Kind& kind) {
+    if (!kind.add) return step<T, G, NoModel, false>;
+    switch (kind.model) {
+        case kBFloat16: return step<T, G, BFloat16, true>;
+        case kFloat16: return step<T, G, Float16, true>;
+        default: return step<T, G, NoModel, true>;
     }
 }
 
 template <class T>
-void narrow_block(int dtype, const T* from, void* to, int n) {
-    if (dtype == kBFloat16) return narrow_all(from, static_cast<BFloat16*>(to), n);
-    narrow_all(from, static_cast<Float16*>(to), n);
+Step<T> choose(const Kind& kind) {
+    switch (kind.grad) {
+        case kFloat32: return choose_model<T, float>(kind);
+        case kFloat64: return choose_model<T, double>(kind);
+        case kBFloat16: return choose_model<T, BFloat16>(kind);
+        default: return choose_model<T, Float16>(kind);
+    }
 }
 
 // ---- memory
@@ -129,80 +138,59 @@ struct Leaf {
     int64_t size;
 };
 
-struct Kind {
-    int state, grad, model;  // dtypes
-    bool add;                // whether new_param is the parameter with the update added, or the update
-};
-
-template <class T>
-struct Scratch {
-    alignas(64) T grad[kBlock], param[kBlock], mu[kBlock], nu[kBlock];
-    alignas(64) uint16_t model[kBlock];
-};
-
 template <class T>
 class Runner {
   public:
-    Runner(const Kind& kind, const double* coefficients) : kind_(kind), rule_(coefficients), same_(kind.grad == kind.state) {}
+    Runner(const Kind& kind, const double* coefficients)
+        : rule_(coefficients), step_(choose<T>(kind)), grad_bytes_(size_of(kind.grad)), has_model_(kind.model != kNone) {}
 
     // The elements [begin, end) of a leaf.
     void operator()(const Leaf& leaf, int64_t begin, int64_t end) {
         const bool streams = leaf.size >= kStream;
         const bool in_place = leaf.param == leaf.new_param && leaf.mu == leaf.new_mu && leaf.nu == leaf.new_nu;
         for (int64_t at = begin; at < end; at += kBlock) {
+            if (at + (kAhead + 1) * kBlock <= end) look_ahead(block(leaf, at + kAhead * kBlock), in_place);
             const int n = static_cast<int>(std::min<int64_t>(kBlock, end - at));
-            if (at + (kAhead + 1) * kBlock <= end) look_ahead(leaf, at + kAhead * kBlock, in_place);
-            const Outputs<T> direct{place<T>(leaf.new_param, at), place<T>(leaf.new_mu, at), place<T>(leaf.new_nu, at)};
-            if (in_place || !streams) {
-                block(leaf, direct, at, n, streams);
-            } else {
-                block(leaf, {scratch_.param, scratch_.mu, scratch_.nu}, at, n, streams);
-                stream(direct.param, scratch_.param, n * sizeof(T));
-                stream(direct.mu, scratch_.mu, n * sizeof(T));
-                stream(direct.nu, scratch_.nu, n * sizeof(T));
-            }
+            run(block(leaf, at), n, streams && !in_place, streams && has_model_);
         }
         if (streams) end_streaming();
     }
 
   private:
-    template <class U>
-    static U* place(void* base, int64_t at) { return static_cast<U*>(base) + at; }
-    template <class U>
-    static const U* place(const void* base, int64_t at) { return static_cast<const U*>(base) + at; }
+    Block<T> block(const Leaf& leaf, int64_t at) const {
+        auto in = [at](const void* base) { return static_cast<const T*>(base) + at; };
+        auto out = [at](void* base) { return static_cast<T*>(base) + at; };
+        return {in(leaf.param), in(leaf.mu), in(leaf.nu), static_cast<const char*>(leaf.grad) + at * grad_bytes_,
+                out(leaf.new_param), out(leaf.new_mu), out(leaf.new_nu), static_cast<uint16_t*>(leaf.model) + at};
+    }
 
-    void look_ahead(const Leaf& leaf, int64_t at, bool in_place) const {
-        const size_t bytes = kBlock * sizeof(T);
-        const T *param = place<T>(leaf.param, at), *mu = place<T>(leaf.mu, at), *nu = place<T>(leaf.nu, at);
-        if (in_place) {
-            prefetch<true>(param, bytes), prefetch<true>(mu, bytes), prefetch<true>(nu, bytes);
-        } else {
-            prefetch<false>(param, bytes), prefetch<false>(mu, bytes), prefetch<false>(nu, bytes);
+    void look_ahead(const Block<T>& block, bool in_place) const {
+        for (const T* array : {block.param, block.mu, block.nu}) {
+            in_place ? prefetch<true>(array, kBlock * sizeof(T)) : prefetch<false>(array, kBlock * sizeof(T));
         }
-        prefetch<false>(static_cast<const char*>(leaf.grad) + at * size_of(kind_.grad), kBlock * size_of(kind_.grad));
+        prefetch<false>(block.grad, kBlock * grad_bytes_);
     }
 
-    void block(const Leaf& leaf, const Outputs<T>& out, int64_t at, int n, bool streams) {
-        const T* grad = place<T>(leaf.grad, at);
-        if (!same_) {
-            widen_block(kind_.grad, static_cast<const char*>(leaf.grad) + at * size_of(kind_.grad), scratch_.grad, n);
-            grad = scratch_.grad;
+    // Results that are to be streamed are made in the first-level cache.
+    void run(const Block<T>& block, int n, bool stream_state, bool stream_model) {
+        Block<T> near = block;
+        if (stream_state) near.new_param = param_, near.new_mu = mu_, near.new_nu = nu_;
+        if (stream_model) near.model = model_;
+        step_(rule_, near, n);
+        if (stream_state) {
+            stream(block.new_param, param_, n * sizeof(T));
+            stream(block.new_mu, mu_, n * sizeof(T));
+            stream(block.new_nu, nu_, n * sizeof(T));
         }
-        const Inputs<T> in{place<T>(leaf.param, at), place<T>(leaf.mu, at), place<T>(leaf.nu, at), grad};
-        (kind_.add ? step<T, true> : step<T, false>)(rule_, in, out, n);
-        if (kind_.model != kNone) write_model(place<uint16_t>(leaf.model, at), out.param, n, streams);
+        if (stream_model) stream(block.model, model_, n * sizeof(uint16_t));
     }
 
-    void write_model(uint16_t* model, const T* param, int n, bool streams) {
-        uint16_t* target = streams ? scratch_.model : model;
-        narrow_block(kind_.model, param, target, n);
-        if (streams) stream(model, target, n * sizeof(uint16_t));
-    }
-
-    Kind kind_;
     Rule<T> rule_;
-    bool same_;
-    Scratch<T> scratch_;
+    Step<T> step_;
+    int64_t grad_bytes_;
+    bool has_model_;
+    alignas(64) T param_[kBlock], mu_[kBlock], nu_[kBlock];
+    alignas(64) uint16_t model_[kBlock];
 };
 
 // ---- many leaves, one range of all their elements per thread

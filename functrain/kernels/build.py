@@ -1,6 +1,6 @@
 """Compile every ``functrain/kernels/*.cpp`` into one shared library beside this file.
 
-``pip install`` runs this through ``setup.py``; ``python -m functrain.kernels.build`` does the same in place, for development. Nothing is
+``pip install`` runs this through ``setup.py``; ``python -m functrain.kernels`` does the same in place, for development. Nothing is
 compiled when functrain is imported or runs. To add a kernel, add a ``.cpp`` here whose functions are ``extern "C"`` and thread by OpenMP
 pragmas with an explicit ``num_threads``, rebuild, and call it by ``functrain.kernels.library.function``.
 
@@ -90,7 +90,3 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -33,10 +33,10 @@ def load() -> ctypes.CDLL | None:
         found.functrain_sources.restype = ctypes.c_char_p
         built_from = found.functrain_sources().decode()
     except (OSError, AttributeError) as error:
-        logger.warning("C++ kernels are not available (%s): using torch operations; build them with `python -m %s`", error, build.__name__)
+        logger.warning("C++ kernels are not available (%s): using torch operations; build them with `python -m %s`", error, __package__)
         return None
     if build.sources() and built_from != build.digest():
-        logger.warning("C++ kernels are older than their sources: using torch operations; rebuild with `python -m %s`", build.__name__)
+        logger.warning("C++ kernels are older than their sources: using torch operations; rebuild with `python -m %s`", __package__)
         return None
     return found
 

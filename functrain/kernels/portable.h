@@ -2,9 +2,14 @@
 #pragma once
 
 // CLONES: compile this function for several instruction sets, chosen when the library is loaded. It needs GNU's indirect functions; without
-// them the baseline is what there is. What it calls should be INLINE, so that the clone's instruction set reaches it.
+// them the baseline is what there is. What it calls should be INLINE, so that the clone's instruction set reaches it. The levels are named
+// by feature: "arch=skylake-avx512" would be chosen on that very processor alone.
 #if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && defined(__GLIBC__)
-#define CLONES __attribute__((target_clones("default", "arch=haswell", "arch=skylake-avx512")))
+#if __GNUC__ >= 12
+#define CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#else
+#define CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
+#endif
 #else
 #define CLONES
 #endif
