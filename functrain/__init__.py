@@ -20,6 +20,10 @@ from functrain.accumulate import accumulate as accumulate
 from functrain.remat import remat as remat
 from functrain.tiled import tiled as tiled
 
+# Optimizers, losses
+from functrain import losses as losses
+from functrain import optim as optim
+
 # Precision, state
 from functrain.precision import DynamicScale as DynamicScale
 from functrain.precision import Precision as Precision

@@ -361,10 +361,17 @@ def tensors(tree: PyTree) -> Iterator[torch.Tensor]:
 
 
 def global_norm(tree: PyTree) -> torch.Tensor:
-    """The Euclidean norm of all floating-point leaves together, a scalar; half precision is summed in float32."""
-    floats = [x for x in tensors(tree) if x.is_floating_point()]
-    squares = [(x if x.dtype == torch.float64 else x.float()).square().sum() for x in floats]
-    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+    """The Euclidean norm of all floating-point leaves together, a scalar; half precision is summed in float32.
+
+    >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+    tensor(5.)
+    """
+    norms = [torch.linalg.vector_norm(x, dtype=_summing_dtype(x)) for x in tensors(tree) if x.is_floating_point()]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def _summing_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def cast(tree: PyTree, dtype: torch.dtype | None) -> PyTree:

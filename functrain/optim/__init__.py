@@ -1,0 +1,30 @@
+"""Optimizers as pairs of pure functions, (init, update), with Optax's names and meaning. This file is the table of contents."""
+
+from functrain.optim.adam import AdamState as AdamState
+from functrain.optim.adam import adam as adam
+from functrain.optim.adam import adamw as adamw
+from functrain.optim.adam import scale_by_adam as scale_by_adam
+from functrain.optim.base import EmptyState as EmptyState
+from functrain.optim.base import GradientTransformation as GradientTransformation
+from functrain.optim.base import apply_updates as apply_updates
+from functrain.optim.base import chain as chain
+from functrain.optim.base import identity as identity
+from functrain.optim.base import scale as scale
+from functrain.optim.clipping import clip as clip
+from functrain.optim.clipping import clip_by_global_norm as clip_by_global_norm
+from functrain.optim.scaling import add_decayed_weights as add_decayed_weights
+from functrain.optim.scaling import scale_by_learning_rate as scale_by_learning_rate
+from functrain.optim.scaling import scale_by_schedule as scale_by_schedule
+from functrain.optim.schedules import constant_schedule as constant_schedule
+from functrain.optim.schedules import cosine_decay_schedule as cosine_decay_schedule
+from functrain.optim.schedules import exponential_decay as exponential_decay
+from functrain.optim.schedules import join_schedules as join_schedules
+from functrain.optim.schedules import linear_schedule as linear_schedule
+from functrain.optim.schedules import piecewise_constant_schedule as piecewise_constant_schedule
+from functrain.optim.schedules import polynomial_schedule as polynomial_schedule
+from functrain.optim.schedules import warmup_cosine_decay_schedule as warmup_cosine_decay_schedule
+from functrain.optim.schedules import warmup_stable_decay_schedule as warmup_stable_decay_schedule
+from functrain.optim.sgd import lion as lion
+from functrain.optim.sgd import scale_by_lion as scale_by_lion
+from functrain.optim.sgd import sgd as sgd
+from functrain.optim.sgd import trace as trace
