@@ -252,7 +252,7 @@ def _multinomial(source: Source, a: Arguments) -> torch.Tensor:
     weights, count = a["self"], a["num_samples"]
     key = source.only_key("torch.multinomial").to(weights.device)
     logits = torch.log(weights.to(_wide(weights.dtype)))
-    return draws.categorical(key, logits, shape=(count, *weights.shape[:-1]), replace=a["replacement"]).movedim(0, -1)
+    return draws.categorical(key, logits, shape=(count, *weights.shape[:-1]), replace=a["replacement"]).movedim(0, -1).contiguous()
 
 
 def _native_dropout(source: Source, a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:

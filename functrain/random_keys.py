@@ -1,6 +1,7 @@
 """Keys, and the one place where draws start."""
 
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -105,7 +106,9 @@ def check_key(name: str, key: torch.Tensor) -> None:
 
 def as_shape(shape: int | Shape) -> tuple[int, ...]:
     """A shape as a tuple; one number is a shape of one dimension."""
-    return (shape,) if isinstance(shape, int) else tuple(shape)
+    if isinstance(shape, int):
+        return (shape,)
+    return tuple(n if isinstance(n, (int, torch.SymInt)) else operator.index(n) for n in shape)
 
 
 def describe(x: object) -> str:

@@ -73,12 +73,15 @@ def _remainder(x: Any, span: Integer, width: int) -> Any:
             return x
         if isinstance(x, int):
             return _wrap((x % 2**width) % (span % 2**width), width)
-        return x % span if width == 32 else _remainder_64(x, span)
+        if width == 32:
+            return x % span
+        return _remainder_64(x, span) if span > 0 else _remainder_of_large(x, span)
     if isinstance(x, int):
         x = torch.full_like(span, x)
     if width == 32:
         return torch.where(span == 0, x, x % torch.where(span == 0, 1, span))
-    return torch.where(span > 0, _remainder_64(x, torch.where(span > 0, span, 1)), _remainder_of_large(x, span))
+    small = _remainder_64(x, torch.where(span > 0, span, 1))
+    return torch.where(span > 0, small, torch.where(span == 0, x, _remainder_of_large(x, span)))
 
 
 def _remainder_64(x: torch.Tensor, span: Integer) -> torch.Tensor:
@@ -87,9 +90,9 @@ def _remainder_64(x: torch.Tensor, span: Integer) -> torch.Tensor:
     return torch.where(_below(doubled, span), doubled, doubled - span)
 
 
-def _remainder_of_large(x: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
-    """The remainder of words of 64 bits by a span of 2**63 or more (a negative int64), or by 0."""
-    return torch.where(_below(x, span) | (span == 0), x, x - span)
+def _remainder_of_large(x: torch.Tensor, span: Integer) -> torch.Tensor:
+    """The remainder of words of 64 bits by a span of 2**63 or more (a negative int64)."""
+    return torch.where(_below(x, span), x, x - span)
 
 
 def _below(x: torch.Tensor, y: Integer) -> torch.Tensor:

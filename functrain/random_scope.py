@@ -56,14 +56,10 @@ class RandomScope(TorchDispatchMode):
             return operation(*args, **kwargs)
         handler = HANDLERS.get(operation)
         if handler is None:
-            raise NotImplementedError(
-                f"{operation} draws random numbers in a way that `random.scope` cannot take from a key. {_remedy(operation)}"
-            )
+            raise NotImplementedError(f"{operation} draws random numbers that `random.scope` cannot take from a key. {_remedy(operation)}")
         given = arguments(operation, args, kwargs)
         if given.get("generator") is not None:
-            raise ValueError(
-                f"{operation} inside `random.scope` has a torch.Generator of its own: leave it out, and the scope's key is used"
-            )
+            raise ValueError(f"{operation} inside `random.scope` has a torch.Generator of its own: leave it out to draw from the key")
         self._check_place(operation)
         return handler(self._next(), given)
 
@@ -109,7 +105,8 @@ def scope(key: torch.Tensor) -> Iterator[RandomScope]:
     Raises:
         NotImplementedError: at a random operation that it does not know, with the operation's name.
         ValueError: at one that has a `torch.Generator` of its own.
-        RuntimeError: at one that runs in a backward pass, or in a `torch.utils.checkpoint` that would draw again otherwise.
+        RuntimeError: at one in a backward pass, or in a `torch.utils.checkpoint`, whose recomputation would draw other numbers. (With
+            ``use_reentrant=True`` and a backward pass outside the scope this cannot be seen: it draws from torch's generator then.)
 
     >>> from functrain.random import key
     >>> layer = torch.nn.Dropout(0.5)

@@ -94,7 +94,7 @@ INLINE float polynomial(const float (&coefficients)[n], float v) {
     return p;
 }
 
-// The inverse of erf for -1 <= x <= 1: Giles (2010), "Approximating the erfinv function", single precision.
+// The inverse of erf, infinite at -1 and 1 and NaN beyond: Giles (2010), "Approximating the erfinv function", single precision.
 // Both branches are computed: a choice of coefficients would become a jump.
 INLINE float erfinv(float x) {
     constexpr float central[] = {2.81022636e-08f, 3.43273939e-07f,  -3.5233877e-06f, -4.39150654e-06f, 0.00021858087f,
@@ -105,7 +105,9 @@ INLINE float erfinv(float x) {
     const float inner = polynomial(central, w - 2.5f) * x;
     const float outer = polynomial(tail, __builtin_sqrtf(w) - 3.0f) * x;
     const float finite = w < 5.0f ? inner : outer;
-    return __builtin_fabsf(x) == 1.0f ? x * __builtin_inff() : finite;
+    const float size = __builtin_fabsf(x);
+    const float end = size == 1.0f ? x * __builtin_inff() : __builtin_nanf("");
+    return size < 1.0f ? finite : end;
 }
 
 // A window of a draw as equally long runs of consecutive indices.

@@ -249,7 +249,7 @@ _TAIL_64 = (
 
 
 def erfinv(x: torch.Tensor) -> torch.Tensor:
-    """The inverse of erf, infinite at -1 and 1; half precision is computed in float32.
+    """The inverse of erf, infinite at -1 and 1 and NaN beyond; half precision is computed in float32.
 
     `torch.erfinv` is 2e-5 off where float32 values are near 1; this is what XLA computes, within 1e-6.
     """
@@ -264,7 +264,7 @@ def _erfinv_32(x: torch.Tensor) -> torch.Tensor:
     inner = _polynomial(_CENTRAL_32, w - 2.5) * x
     root = torch.sqrt(w.to(torch.float64)).to(torch.float32)  # torch.sqrt in float32 goes through MKL, a last place off at times
     outer = _polynomial(_TAIL_32, root - 3.0) * x
-    return _with_infinities(x, torch.where(w < 5.0, inner, outer))
+    return _at_the_ends(x, torch.where(w < 5.0, inner, outer))
 
 
 def _erfinv_64(x: torch.Tensor) -> torch.Tensor:
@@ -272,11 +272,12 @@ def _erfinv_64(x: torch.Tensor) -> torch.Tensor:
     root = torch.sqrt(w)
     inner = _polynomial(_CENTRAL_64, w - 3.125)
     outer = torch.where(w < 16.0, _polynomial(_MIDDLE_64, root - 3.25), _polynomial(_TAIL_64, root - 5.0))
-    return _with_infinities(x, torch.where(w < 6.25, inner, outer) * x)
+    return _at_the_ends(x, torch.where(w < 6.25, inner, outer) * x)
 
 
-def _with_infinities(x: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-    return torch.where(x.abs() == 1.0, x * math.inf, finite)
+def _at_the_ends(x: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
+    size = x.abs()
+    return torch.where(size < 1.0, finite, torch.where(size == 1.0, x * math.inf, math.nan))
 
 
 def _polynomial(coefficients: Sequence[float], v: torch.Tensor) -> torch.Tensor:
