@@ -382,20 +382,9 @@ def test_keys_that_do_not_fit_are_refused() -> None:
 
 def test_is_random() -> None:
     aten = torch.ops.aten
-    for operation in (
-        aten.randn.default,
-        aten.bernoulli_.float,
-        aten.randperm.default,
-        aten.poisson.default,
-        aten.rrelu_with_noise.default,
-    ):
+    for operation in (aten.randn.default, aten.bernoulli_.float, aten.randperm.default, aten.poisson.default):
         assert is_random(operation)
-    for operation in (
-        aten.add.Tensor,
-        aten.dropout.default.__class__,
-        aten._fused_sdp_choice.default,
-        torch.ops.functrain.threefry_normal.default,
-    ):
+    for operation in (aten.add.Tensor, aten._fused_sdp_choice.default, torch.ops.functrain.threefry_normal.default):
         assert not is_random(operation)
     heads = X.reshape(1, 2, 2, 6)
     flash = aten._scaled_dot_product_flash_attention_for_cpu.default
