@@ -28,6 +28,7 @@ from functrain.torch_internals import (
 
 # Operations that answer a question about a tensor and leave no node.
 _QUERIES = {torch.ops.prim.device.default, torch.ops.aten.is_pinned.default}
+_WRITES_UNSAID = {torch.ops.aten.cudnn_batch_norm.default, torch.ops.aten.miopen_batch_norm.default}
 _READS_A_VALUE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.equal.default}
 
 
@@ -83,6 +84,7 @@ class Recorder(TorchDispatchMode):
             raise CaptureError(
                 f"{self._where()}: the operator {func} holds functions of its own, which one flat graph cannot. Use plain operations."
             )
+        func = self._declared(func, args)
         tensors = [x for x in _flat(args, kwargs) if isinstance(x, torch.Tensor)]
         if tensors and not any(isinstance(x, FakeTensor) for x in tensors):
             return self._fold(func, args, kwargs)
@@ -97,6 +99,17 @@ class Recorder(TorchDispatchMode):
             return result
         self._record(func, args, kwargs, result)
         return result
+
+    def _declared(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """The form of an operation whose schema says what it writes: training batch norms update their statistics behind theirs."""
+        if func is torch.ops.aten.native_batch_norm.default and args[3] is not None and args[5]:
+            return torch.ops.aten._native_batch_norm_legit.default
+        if func in _WRITES_UNSAID and args[3] is not None and args[5]:
+            raise CaptureError(
+                f"{self._where()}: {func} changes its running statistics without saying so. Call it under "
+                "`torch.backends.cudnn.flags(enabled=False)`: torch's own kernel can be captured."
+            )
+        return func
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

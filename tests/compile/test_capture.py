@@ -135,7 +135,15 @@ def test_ambient_autocast_is_part_of_the_key() -> None:
         assert step(x, w).dtype == torch.bfloat16
 
 
-UNARY = [torch.sin, torch.exp, F.gelu, lambda x: x * 0.5, lambda x: x.t().contiguous().t(), lambda x: x.reshape(-1).view(x.shape), torch.relu]
+UNARY = [
+    torch.sin,
+    torch.exp,
+    F.gelu,
+    lambda x: x * 0.5,
+    lambda x: x.t().contiguous().t(),
+    lambda x: x.reshape(-1).view(x.shape),
+    torch.relu,
+]
 UNARY += [lambda x: torch.cat([torch.sin(part) for part in x.split(3)]), lambda x: torch.stack([a + 1 for a in x.unbind(1)], 1)]
 UNARY += [lambda x: torch.cat(x.chunk(2)[::-1]), lambda x: x[:, ::2].repeat(1, 2), lambda x: x.expand(2, 4, 4)[1]]
 BINARY = [torch.add, torch.mul, torch.sub, torch.maximum, lambda a, b: torch.where(a > b, a, b), lambda a, b: a @ b.t()]

@@ -52,9 +52,10 @@ class Counting(torch.utils._python_dispatch.TorchDispatchMode):
         self.known: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for x in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.known:
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in {*self.known, *given}:
                 self._born(x.untyped_storage())
         return result
 
