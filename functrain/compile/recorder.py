@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from functrain.random_scope import is_random
 
 from functrain.compile.errors import CaptureError, DataDependentError, MutationError, RandomnessError
 from functrain.compile.source import SourceLine, current_source
+from functrain.random_scope import is_random
 from functrain.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
