@@ -74,7 +74,7 @@ def _conjugate(x: torch.Tensor) -> torch.Tensor:
 
 def _autograd_pullback(function: ListFunction, leaves: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], PyTree, Pull]:
     nested = _depth.get() > 0
-    with torch.enable_grad(), phase("forward"):
+    with _recording(), phase("forward"):
         inputs = [_alias(x) if nested else x.detach().requires_grad_() for x in leaves]
         with _one_deeper():
             outputs, rest = function(inputs)
@@ -86,11 +86,17 @@ def _autograd_pullback(function: ListFunction, leaves: Sequence[torch.Tensor]) -
         create = nested or is_nested()
         heads, seeds = zip(*used, strict=True)
         options: dict[str, Any] = {"create_graph": create, "retain_graph": keep or create, "allow_unused": True, "materialize_grads": True}
-        return list(torch.autograd.grad(heads, inputs, seeds, **options))
+        with _recording():
+            return list(torch.autograd.grad(heads, inputs, seeds, **options))
 
     if nested:
         return outputs, rest, pull
     return [cut(x) for x in outputs], tree.map(cut, rest), pull
+
+
+def _recording() -> AbstractContextManager[Any]:
+    """Autograd on, whatever the caller has: torch.inference_mode would leave it off silently."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else torch.enable_grad()
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:

@@ -136,8 +136,9 @@ def test_a_scale_saves_what_float16_would_lose() -> None:
     """A gradient of 2**-30 is zero in float16, and exact when it is scaled by 2**15 on its way."""
     loss = lambda p: p.float().sum() * 2.0**-30  # noqa: E731
     half = Precision(compute=torch.float16)
-    assert grad(loss, precision=half)(torch.ones(())) == 0.0
-    assert grad(loss, precision=half, loss_scale=DynamicScale())(torch.ones(())) == 2.0**-30
+    assert_trees_equal(grad(loss, precision=half)(torch.ones(2)), torch.zeros(2))
+    for precision in (half, Precision(compute=torch.float16, reduce=torch.float16)):
+        assert_trees_equal(grad(loss, precision=precision, loss_scale=DynamicScale())(torch.ones(2)), torch.full((2,), 2.0**-30))
 
 
 # ---- steps that overflow

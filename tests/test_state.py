@@ -45,7 +45,8 @@ def test_create_fills_the_fields() -> None:
 
 
 def test_a_step_updates_params_in_their_dtype_and_counts() -> None:
-    after = state().apply_gradients(ones(state()), Descent)
+    wide = {"w": torch.ones(2), "h": torch.ones(2)}  # float32 updates for a bfloat16 param
+    after = state().apply_gradients(wide, Descent)
     assert_trees_close(after.params, {"w": torch.full((2,), 0.9), "h": torch.full((2,), 0.9, dtype=torch.bfloat16)}, rtol=1e-2)
     assert after.params["h"].dtype is torch.bfloat16
     assert int(after.step) == int(after.opt_state["count"]) == 1

@@ -163,9 +163,13 @@ def test_inputs_that_require_gradients_are_left_alone() -> None:
     assert all(p.grad is None and p.requires_grad for p in module.parameters())
 
 
-def test_works_under_no_grad_and_in_a_jax_like_keyword_call() -> None:
-    with torch.no_grad():
-        assert grad(lambda x, *, power: x**power)(3.0, power=2) == 6.0
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_works_where_autograd_is_off(mode: Any) -> None:
+    x = torch.tensor(3.0)
+    with mode():
+        assert grad(lambda x, *, power: x**power)(x, power=2) == 6.0
+        assert grad(grad(lambda x: x**3))(x) == 18.0
+        assert vjp(lambda x: x**2, x)[1](torch.tensor(1.0)) == (6.0,)
 
 
 def test_phases_are_tagged() -> None:
