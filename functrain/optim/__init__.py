@@ -1,9 +1,15 @@
 """Optimizers as pairs of pure functions, (init, update), with Optax's names and meaning. This file is the table of contents."""
 
+from functrain.optim.adafactor import adafactor as adafactor
+from functrain.optim.adafactor import clip_by_block_rms as clip_by_block_rms
+from functrain.optim.adafactor import scale_by_factored_rms as scale_by_factored_rms
+from functrain.optim.adafactor import scale_by_param_block_rms as scale_by_param_block_rms
 from functrain.optim.adam import AdamState as AdamState
 from functrain.optim.adam import adam as adam
 from functrain.optim.adam import adamw as adamw
 from functrain.optim.adam import scale_by_adam as scale_by_adam
+from functrain.optim.averages import ema as ema
+from functrain.optim.averages import multi_steps as multi_steps
 from functrain.optim.base import EmptyState as EmptyState
 from functrain.optim.base import GradientTransformation as GradientTransformation
 from functrain.optim.base import apply_updates as apply_updates
@@ -12,6 +18,13 @@ from functrain.optim.base import identity as identity
 from functrain.optim.base import scale as scale
 from functrain.optim.clipping import clip as clip
 from functrain.optim.clipping import clip_by_global_norm as clip_by_global_norm
+from functrain.optim.groups import masked as masked
+from functrain.optim.groups import multi_transform as multi_transform
+from functrain.optim.lamb import lamb as lamb
+from functrain.optim.lamb import scale_by_trust_ratio as scale_by_trust_ratio
+from functrain.optim.muon import MuonDimensionNumbers as MuonDimensionNumbers
+from functrain.optim.muon import muon as muon
+from functrain.optim.muon import scale_by_muon as scale_by_muon
 from functrain.optim.scaling import add_decayed_weights as add_decayed_weights
 from functrain.optim.scaling import scale_by_learning_rate as scale_by_learning_rate
 from functrain.optim.scaling import scale_by_schedule as scale_by_schedule
@@ -28,3 +41,5 @@ from functrain.optim.sgd import lion as lion
 from functrain.optim.sgd import scale_by_lion as scale_by_lion
 from functrain.optim.sgd import sgd as sgd
 from functrain.optim.sgd import trace as trace
+from functrain.optim.wrappers import apply_if_finite as apply_if_finite
+from functrain.optim.wrappers import inject_hyperparams as inject_hyperparams

@@ -1,0 +1,223 @@
+"""Muon: momentum made orthogonal for matrices, AdamW for the rest."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from functrain import tree
+from functrain.optim.adam import adamw
+from functrain.optim.averages import bias_correction
+from functrain.optim.base import GradientTransformation, ScalarOrSchedule, chain, increment, like, stateless, zero_count
+from functrain.optim.groups import multi_transform
+from functrain.optim.masks import Mask
+from functrain.optim.scaling import add_decayed_weights, scale_by_learning_rate
+from functrain.tree import PyTree, struct
+
+QUINTIC = (3.4445, -4.775, 2.0315)
+PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
+
+
+class MuonDimensionNumbers(NamedTuple):
+    """Which dimensions of a weight are summed over and which it returns: PyTorch's linear layers have (1, 0)."""
+
+    reduction_axis: int | tuple[int, ...] = 0
+    output_axis: int | tuple[int, ...] = 1
+
+
+@struct
+class MuonState:
+    """A running mean of gradients."""
+
+    count: torch.Tensor  # updates so far, int32 scalar
+    mu: PyTree  # in the structure of the params
+    ns_coeffs: torch.Tensor  # of Newton and Schulz's iteration, [3] or [steps, 3]
+
+
+def scale_by_muon(
+    ns_coeffs: Sequence[Any] = QUINTIC,
+    ns_steps: int = 5,
+    beta: float = 0.95,
+    eps: float = 1e-8,
+    mu_dtype: torch.dtype | None = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: str = "frobenius",
+    weight_dimension_numbers: MuonDimensionNumbers | None = None,
+) -> GradientTransformation:
+    """The nearest orthogonal matrix to the momentum, by Newton and Schulz's iteration (Jordan et al. 2024, Muon).
+
+    Args:
+        ns_coeffs: coefficients of the iteration's odd quintic, one triple for all steps or one for each.
+        ns_steps: how many steps.
+        beta: decay of the mean of gradients.
+        eps: added to the norm that a matrix is divided by first.
+        mu_dtype: of the mean; the param's where None.
+        nesterov: Nesterov's momentum.
+        adaptive: scale by the inner product with the momentum (Bernstein and Newhouse 2024, arXiv 2409.20325).
+        preconditioning: what a matrix is divided by before: "frobenius", "spectral", "aol" or "schatten".
+        weight_dimension_numbers: how a leaf is a matrix; leaves are plain matrices where None.
+
+    Raises:
+        ValueError: an unknown preconditioning, or coefficients of another shape.
+
+    >>> tx = scale_by_muon()
+    >>> update = tx.update({"w": torch.diag(torch.tensor([4.0, 1.0]))}, tx.init({"w": torch.zeros(2, 2)}))[0]["w"]
+    >>> bool((update.diagonal() > 0.6).all())
+    True
+    """
+    if preconditioning not in PRECONDITIONINGS:
+        raise ValueError(f"preconditioning {preconditioning!r} is unknown; choose one of {', '.join(PRECONDITIONINGS)}")
+    table = torch.tensor(ns_coeffs)
+    if table.dim() > 2 or table.shape[-1] != 3 or (table.dim() == 2 and table.shape[0] < ns_steps):
+        raise ValueError(f"ns_coeffs has shape {list(table.shape)}; it must be [3], or [n, 3] with n at least ns_steps={ns_steps}")
+    triples = [tuple(ns_coeffs)] * ns_steps if table.dim() == 1 else [tuple(t) for t in ns_coeffs][-ns_steps:]
+    numbers = weight_dimension_numbers or MuonDimensionNumbers()
+
+    def init(params: PyTree) -> MuonState:
+        kept = torch.tensor(ns_coeffs if table.dim() == 1 else triples, dtype=torch.get_default_dtype())
+        return MuonState(zero_count(params), like(params, mu_dtype), kept.to(zero_count(params).device))
+
+    def update(grads: PyTree, state: MuonState, params: PyTree = None) -> tuple[PyTree, MuonState]:
+        count = increment(state.count)
+        mu = tree.map(lambda g, m: (1 - beta) * g + beta * m, grads, state.mu)
+        now, ahead = bias_correction(beta, count), bias_correction(beta, increment(count))
+
+        def momentum(m: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+            if not nesterov:
+                return m / now.to(m.dtype)
+            return beta * (m / ahead.to(m.dtype)) + (1 - beta) * (g / now.to(g.dtype))
+
+        hat = tree.map(momentum, mu, grads)
+        updates = tree.map(lambda x: orthogonalize(x, triples, eps, preconditioning, numbers), hat)
+        if adaptive:
+            updates = tree.map(lambda x, y: (x * y).sum() * y, hat, updates)
+        return updates, MuonState(count, tree.map(lambda new, old: new.to(old.dtype), mu, state.mu), state.ns_coeffs)
+
+    return GradientTransformation(init, update)
+
+
+def orthogonalize(
+    x: torch.Tensor,
+    triples: Sequence[tuple[float, float, float]] = (QUINTIC,) * 5,
+    eps: float = 1e-8,
+    preconditioning: str = "frobenius",
+    numbers: MuonDimensionNumbers | None = None,
+) -> torch.Tensor:
+    """Drive the singular values of a matrix (or of each of a stack) towards 1.
+
+    >>> torch.linalg.svdvals(orthogonalize(torch.tensor([[3.0, 0.0], [1.0, 1.0]]))).min() > 0.6
+    tensor(True)
+    """
+    batch, reduced, out = _axes(x, numbers or MuonDimensionNumbers())
+    order = (*batch, *reduced, *out)
+    flat = x.permute(order).reshape(-1, *(math.prod(x.shape[a] for a in axes) for axes in (reduced, out)))
+    y = flat.mT if flat.shape[1] > flat.shape[2] else flat
+    if preconditioning == "frobenius":
+        y = y / (torch.linalg.matrix_norm(y, keepdim=True) + eps)
+    elif preconditioning == "spectral":
+        y = y / (torch.linalg.matrix_norm(y, ord=2, keepdim=True) + eps)
+    for i, triple in enumerate(triples):
+        y = _iterate(y, triple, preconditioning if i == 0 else "frobenius")
+    y = y.mT if flat.shape[1] > flat.shape[2] else y
+    back = sorted(range(x.dim()), key=order.__getitem__)
+    return y.reshape([x.shape[a] for a in order]).permute(back)
+
+
+def _iterate(x: torch.Tensor, triple: tuple[float, float, float], preconditioning: str) -> torch.Tensor:
+    """One step ``a x + (b A + c A A) x`` with ``A = x x^T``; the first one may scale rows, which costs no extra product."""
+    a = x @ x.mT
+    if preconditioning == "aol":
+        s = torch.clamp(a.abs().sum(-1), min=1e-8).rsqrt().unsqueeze(-1)
+        x, a = x * s, a * s * s.mT
+    elif preconditioning == "schatten":
+        s = torch.clamp(torch.linalg.matrix_norm(a, keepdim=True), min=1e-8).rsqrt()
+        x, a = x * s, a * s**2
+    return triple[0] * x + (triple[1] * a + (triple[2] * a) @ a) @ x
+
+
+def _axes(x: torch.Tensor, numbers: MuonDimensionNumbers) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """(batch, reduction, output) dimensions of a leaf."""
+    if x.dim() < 2:
+        raise ValueError(f"muon needs matrices, but a leaf has shape {list(x.shape)}: give it to another optimizer")
+    reduced, out = (tuple(a % x.dim() for a in ((axes,) if isinstance(axes, int) else axes)) for axes in numbers)
+    if set(reduced) & set(out):
+        raise ValueError(f"reduction and output dimensions must differ, but {numbers} shares some for shape {list(x.shape)}")
+    return tuple(d for d in range(x.dim()) if d not in (*reduced, *out)), reduced, out
+
+
+def scale_by_shape(
+    weight_dimension_numbers: MuonDimensionNumbers | None = None, consistent_rms: float | None = None
+) -> GradientTransformation:
+    """Scale orthogonal updates by their shape: ``sqrt(max(1, out / in))``, or ``sqrt(max(in, out)) * consistent_rms``.
+
+    >>> scale_by_shape().update({"w": torch.ones(1, 4)}, scale_by_shape().init({}))[0]["w"]
+    tensor([[2., 2., 2., 2.]])
+    """
+    numbers = weight_dimension_numbers or MuonDimensionNumbers()
+
+    def one(u: torch.Tensor) -> torch.Tensor:
+        _, reduced, out = _axes(u, numbers)
+        fan_in, fan_out = (math.prod(u.shape[a] for a in axes) for axes in (reduced, out))
+        if consistent_rms is None:
+            return u * math.sqrt(max(1, fan_out / max(fan_in, 1)))
+        return u * (math.sqrt(max(fan_in, fan_out)) * consistent_rms)
+
+    return stateless(lambda grads, params: tree.map(one, grads))
+
+
+def muon(
+    learning_rate: ScalarOrSchedule,
+    ns_coeffs: Sequence[Any] = QUINTIC,
+    ns_steps: int = 5,
+    beta: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    weight_decay_mask: Mask = None,
+    mu_dtype: torch.dtype | None = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: str = "frobenius",
+    adam_b1: float = 0.9,
+    adam_b2: float = 0.999,
+    adam_eps_root: float = 0.0,
+    adam_weight_decay: float = 0.0,
+    adam_learning_rate: ScalarOrSchedule | None = None,
+    muon_weight_dimension_numbers: MuonDimensionNumbers | None = None,
+    consistent_rms: float | None = None,
+) -> GradientTransformation:
+    """Muon for matrices and AdamW for all other leaves, with the names and defaults of `optax.contrib.muon`.
+
+    Leaves of two dimensions are matrices; with `muon_weight_dimension_numbers`, those of two or more. A linear layer's weight in PyTorch
+    is [out, in], which is `MuonDimensionNumbers(1, 0)`. To keep embeddings and heads with AdamW, combine the two by `multi_transform`.
+    The arguments are those of `scale_by_muon` and `adamw`.
+
+    >>> tx = muon(0.1)
+    >>> params = {"w": torch.zeros(2, 2), "b": torch.zeros(2)}
+    >>> sorted(tx.init(params).inner_states)
+    ['adam', 'muon']
+    """
+    numbers = muon_weight_dimension_numbers
+
+    def labels(params: PyTree) -> PyTree:
+        return tree.map(lambda x: "muon" if (x.dim() >= 2 if numbers else x.dim() == 2) else "adam", params)
+
+    orthogonal = scale_by_muon(
+        ns_coeffs,
+        ns_steps,
+        beta,
+        eps,
+        mu_dtype,
+        nesterov=nesterov,
+        adaptive=adaptive,
+        preconditioning=preconditioning,
+        weight_dimension_numbers=numbers,
+    )
+    decay = add_decayed_weights(weight_decay, weight_decay_mask)
+    matrices = chain(orthogonal, scale_by_shape(numbers, consistent_rms), decay, scale_by_learning_rate(learning_rate))
+    rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    rest = adamw(rate, adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, adam_weight_decay, nesterov=nesterov)
+    return multi_transform({"muon": matrices, "adam": rest}, labels)
