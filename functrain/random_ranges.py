@@ -80,8 +80,7 @@ def _remainder(x: Any, span: Integer, width: int) -> Any:
         x = torch.full_like(span, x)
     if width == 32:
         return torch.where(span == 0, x, x % torch.where(span == 0, 1, span))
-    small = _remainder_64(x, torch.where(span > 0, span, 1))
-    return torch.where(span > 0, small, torch.where(span == 0, x, _remainder_of_large(x, span)))
+    return torch.where(span > 0, _remainder_64(x, torch.where(span > 0, span, 1)), _remainder_of_large(x, span))
 
 
 def _remainder_64(x: torch.Tensor, span: Integer) -> torch.Tensor:
@@ -91,7 +90,7 @@ def _remainder_64(x: torch.Tensor, span: Integer) -> torch.Tensor:
 
 
 def _remainder_of_large(x: torch.Tensor, span: Integer) -> torch.Tensor:
-    """The remainder of words of 64 bits by a span of 2**63 or more (a negative int64)."""
+    """The remainder of words of 64 bits by a span of 2**63 or more (a negative int64); x for the span 0."""
     return torch.where(_below(x, span), x, x - span)
 
 

@@ -234,6 +234,7 @@ def test_randint_of_64_bits_is_that_of_jax(bounds: tuple[int, int]) -> None:
 def test_randint_of_all_64_bits() -> None:
     drawn = random.randint(KEY, (4096,), -(2**63), 2**63)
     assert_trees_equal(drawn, random.bits(random.split(KEY)[1], (4096,), torch.int64) + torch.tensor(-(2**63)))
+    assert_trees_equal(random.randint(KEY, (4096,), torch.tensor(-(2**63)), 2**63), drawn)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])

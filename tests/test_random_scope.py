@@ -203,6 +203,9 @@ def test_vmap_over_keys_gives_what_each_key_gives() -> None:
     assert_trees_equal(vmap(noisy, (0, 1))(X, keys.T), alone)
     assert_trees_equal(vmap(vmap(noisy))(X[None], keys[None])[0], alone)
     assert_trees_equal(vmap(vmap(noisy), (0, None))(torch.stack([X, X]), keys), torch.stack([alone, alone]))
+    grid = random.split(KEY, (3, 2))
+    crossed = torch.stack([torch.stack([noisy(X[0], grid[i, j]) for i in range(3)]) for j in range(2)])
+    assert_trees_equal(vmap(vmap(noisy, (None, 0)), (None, 1))(X[0], grid), crossed)
     table = torch.stack([torch.stack([noisy(x, key) for x in X]) for key in keys])
     assert_trees_equal(vmap(vmap(noisy, (0, None)))(X.expand(4, 4, 6), keys), table)
 

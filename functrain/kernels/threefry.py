@@ -79,7 +79,7 @@ def _run(
     keys = key.contiguous()
     out = torch.empty([*key.shape[:-1], *window[2]], dtype=dtype)
     numbers = ((ctypes.c_int64 * rank)(*part) for part in window)
-    if fill(kind, keys.data_ptr(), keys.numel() // 2, rank, *numbers, low, span, out.data_ptr(), torch.get_num_threads()):
+    if fill(kind, keys.data_ptr(), keys.numel() // 2, rank, *numbers, low, span, out.data_ptr(), library.threads()):
         raise ValueError(f"a random draw of shape {list(window[0])} has too many dimensions: at most 64")
     return out
 
@@ -145,7 +145,7 @@ def _erfinv(x: torch.Tensor) -> torch.Tensor:
         return threefry_torch.erfinv(x)
     values = x.contiguous()
     out = torch.empty_like(values)
-    kernel(values.data_ptr(), values.numel(), out.data_ptr(), torch.get_num_threads())
+    kernel(values.data_ptr(), values.numel(), out.data_ptr(), library.threads())
     return out
 
 
