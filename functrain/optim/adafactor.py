@@ -66,8 +66,7 @@ def scale_by_factored_rms(
 
     def update(grads: PyTree, state: FactoredState, params: PyTree = None) -> tuple[PyTree, FactoredState]:
         need_params("scale_by_factored_rms", params)
-        # The power is taken in float32, as Optax takes it.
-        decay = 1.0 - (state.count - step_offset + 1).to(torch.float32) ** -decay_rate
+        decay = 1.0 - (state.count - step_offset + 1).to(torch.float64) ** -decay_rate
 
         def one(g: torch.Tensor, row: Any, column: Any, v: Any, p: torch.Tensor) -> tuple[torch.Tensor, ...]:
             squares = g.square() + epsilon

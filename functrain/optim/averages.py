@@ -57,7 +57,7 @@ class MultiStepsState:
 
 
 def multi_steps(
-    inner: GradientTransformation, every_k: int, use_grad_mean: bool = True, accumulator_dtype: torch.dtype = torch.float32
+    inner: GradientTransformation, every_k: int, use_grad_mean: bool = True, accumulator_dtype: torch.dtype | None = torch.float32
 ) -> GradientTransformation:
     """Let `inner` step once every k updates, with the mean (or sum) of their gradients; the others are zero. Optax's `MultiSteps`.
 
@@ -65,7 +65,7 @@ def multi_steps(
         inner: the transformation that steps.
         every_k: how many gradients make a step.
         use_grad_mean: the mean, else the sum.
-        accumulator_dtype: of the mean or sum.
+        accumulator_dtype: of the mean or sum; the param's where None.
 
     >>> from functrain.optim import sgd
     >>> tx = multi_steps(sgd(1.0), 2)
@@ -92,7 +92,7 @@ def multi_steps(
             (state.mini_step + 1) % every_k,
             torch.where(emit, increment(state.gradient_step), state.gradient_step),
             tree.map(lambda new, old: torch.where(emit, new, old), stepped, state.inner_opt_state),
-            tree.map(lambda t: torch.where(emit, torch.zeros_like(t), t).to(accumulator_dtype), total),
+            tree.map(lambda t, old: torch.where(emit, torch.zeros_like(t), t).to(old.dtype), total, state.acc_grads),
         )
 
     return GradientTransformation(init, update)
