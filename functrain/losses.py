@@ -227,20 +227,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        inputs, gradients = _saved(ctx)
+        (hidden, weight, bias, targets), gradients = _saved(ctx)
         upstream, directions = cotangents[0], _placed(ctx.options.needed, cotangents[1:])
-        total = _second_order(*inputs, directions, ctx.options)
+        total = _second_order(hidden, weight, bias, targets, directions, ctx.options)
         if upstream is not None:
             total = [_plus(None if g is None else upstream * g, t) for g, t in zip(gradients, total, strict=True)]
-        cast = (None if g is None else g.to(x.dtype) for g, x in zip(total, inputs, strict=False))
+        cast = (None if g is None else g.to(x.dtype) for g, x in zip(total, (hidden, weight, bias), strict=True))
         return (*cast, None, None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        inputs, gradients = _saved(ctx)
+        (hidden, weight, bias, targets), gradients = _saved(ctx)
         pairs = [(g, t) for g, t in zip(gradients, tangents, strict=False) if g is not None and t is not None]
         total = torch.stack([(g * t).sum() for g, t in pairs]).sum()
-        moved = _second_order(*inputs, list(tangents[:3]), ctx.options)
+        moved = _second_order(hidden, weight, bias, targets, list(tangents[:3]), ctx.options)
         return (total, *(m.to(g.dtype) for m, g in zip(moved, gradients, strict=True) if g is not None and m is not None))
 
 
