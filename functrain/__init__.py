@@ -18,16 +18,19 @@ from functrain.transforms import vjp as vjp
 from functrain.batching import vmap as vmap
 from functrain.accumulate import accumulate as accumulate
 from functrain.remat import remat as remat
+from functrain.remat import remat_policies as remat_policies
 from functrain.tiled import tiled as tiled
 
 # Optimizers, losses
 from functrain import losses as losses
 from functrain import optim as optim
 
-# Precision, state
+# Modules, precision, state
+from functrain.module import from_module as from_module
 from functrain.precision import DynamicScale as DynamicScale
 from functrain.precision import Precision as Precision
 from functrain.precision import StaticScale as StaticScale
+from functrain.precision import all_finite as all_finite
 from functrain.state import TrainState as TrainState
 
 # Capture and compilation

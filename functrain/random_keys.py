@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -91,7 +91,7 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
 # ---- where draws start, and checks
 
 
-def fill(operator: torch._ops.OpOverloadPacket, key: torch.Tensor, shape: Shape, *rest: object) -> torch.Tensor:
+def fill(operator: Callable[..., torch.Tensor], key: torch.Tensor, shape: Shape, *rest: object) -> torch.Tensor:
     """A whole draw: of a shape, the window that is the shape. Keys `[*batch, 2]` give `[*batch, *shape]`."""
     return operator(key, shape, [0] * len(shape), shape, *rest)
 

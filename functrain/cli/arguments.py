@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 from functrain.cli.errors import UsageError
@@ -117,10 +117,12 @@ def _add_common(add: Callable[..., argparse.Action]) -> None:
     add("--debug", action="store_true", help="show Python's traceback of an error, and warnings")
 
 
-def _one_of(what: str, known: Sequence[str] | dict[str, object]) -> Callable[[str], str]:
+def _one_of(what: str, known: Iterable[str]) -> Callable[[str], str]:
+    words = list(known)
+
     def convert(word: str) -> str:
-        if word not in known:
-            raise argparse.ArgumentTypeError(f"unknown {what} {word!r}{_nearest(word, list(known))}")
+        if word not in words:
+            raise argparse.ArgumentTypeError(f"unknown {what} {word!r}{_nearest(word, words)}")
         return word
 
     return convert

@@ -1,12 +1,13 @@
 """`functrain generate`: sample from a run folder."""
 
 import argparse
+import unicodedata
 from pathlib import Path
 
 import torch
 
 import functrain.random as random
-from functrain.cli.errors import UsageError
+from functrain.cli.errors import UsageError, as_usage
 from functrain.cli.run_folder import RunFolder
 from functrain.data.tokenizer import Tokenizer
 from functrain.models.generate import generate
@@ -18,7 +19,9 @@ def generate_command(arguments: argparse.Namespace) -> int:
     """Print the prompt and its continuation."""
     params, config, tokenizer = RunFolder(Path(arguments.run)).load()
     prompt = read_prompt(arguments.prompt, tokenizer)
-    print(sample(params, config, tokenizer, prompt, arguments.seed, arguments.tokens, arguments.temperature, arguments.top_k))
+    with as_usage():
+        text = sample(params, config, tokenizer, prompt, arguments.seed, arguments.tokens, arguments.temperature, arguments.top_k)
+    print(text)
     return 0
 
 
@@ -56,4 +59,13 @@ def sample(
     ids = [*prompt, *added[0].tolist()]
     if tokenizer is None:
         return " ".join(map(str, ids))
-    return tokenizer.decode(ids[1:] if prompt == [tokenizer.end] else ids)
+    return printable(tokenizer.decode(ids[1:] if prompt == [tokenizer.end] else ids))
+
+
+def printable(text: str) -> str:
+    """Text that leaves a terminal as it was: control characters but tab and newline become U+FFFD.
+
+    >>> printable("a\\tb\\x1b[2J")
+    'a\\tb\ufffd[2J'
+    """
+    return "".join(c if c in "\t\n" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)

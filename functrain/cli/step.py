@@ -43,6 +43,7 @@ def make_program(settings: TrainSettings, config: gpt.Config) -> Program:
     gradient = ft.accumulate(loss_fn, settings.microbatches, key_argnums=2, precision=precision)
 
     def train_step(state: ft.TrainState, batch: Batch) -> tuple[ft.TrainState, dict[str, torch.Tensor]]:
+        assert state.key is not None  # `init` gives it one
         loss, grads = gradient(state.params, batch, ft.random.fold_in(state.key, state.step))
         norm = tree.global_norm(grads)
         new = state.apply_gradients(grads, tx)
@@ -63,3 +64,30 @@ def make_schedule(settings: TrainSettings) -> Any:
     return ft.optim.warmup_cosine_decay_schedule(
         init_value=peak / (warmup + 1), peak_value=peak, warmup_steps=warmup, decay_steps=settings.steps, end_value=FINAL_LR * peak
     )
+
+
+def make_optimizer(settings: TrainSettings, schedule: Any) -> ft.optim.GradientTransformation:
+    """Gradients are clipped by their norm. Weight decay is for the blocks' matrices; Muon too, with AdamW at half its rate for the rest."""
+    optim = ft.optim
+    choices = {
+        "muon": lambda: optim.multi_transform(
+            {
+                True: optim.muon(schedule, weight_decay=settings.weight_decay),
+                False: optim.adamw(_half(schedule), b2=0.95, weight_decay=0.0),
+            },
+            is_matrix,
+        ),
+        "adamw": lambda: optim.adamw(schedule, b2=0.95, weight_decay=settings.weight_decay, mask=is_matrix),
+        "lion": lambda: optim.lion(schedule, weight_decay=settings.weight_decay, mask=is_matrix),
+        "sgd": lambda: optim.sgd(schedule, momentum=0.9),
+    }
+    return optim.chain(optim.clip_by_global_norm(settings.clip), choices[settings.optimizer]())
+
+
+def is_matrix(params: PyTree) -> PyTree:
+    """Which leaves are matrices of a block: neither embedding, head nor norm."""
+    return tree.map_with_path(lambda path, leaf: path.startswith("blocks/") and leaf.ndim == 2, params)
+
+
+def _half(schedule: Any) -> Any:
+    return lambda count: 0.5 * schedule(count)

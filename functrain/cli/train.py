@@ -10,11 +10,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import functrain as ft
-from functrain.cli.errors import StoppedError, UsageError
+from functrain.cli.errors import StoppedError, UsageError, as_usage
 from functrain.cli.generate import sample
 from functrain.cli.interrupt import Interrupt
 from functrain.cli.run_folder import RunFolder
@@ -93,7 +94,7 @@ def make_job(settings: TrainSettings) -> Job:
     Raises:
         UsageError, DataError: bad input.
     """
-    with _as_usage():
+    with as_usage():
         wanted = gpt.config(settings.model)
     folder = RunFolder(settings.out or Path("runs", f"{settings.model}-{time.strftime('%Y%m%d-%H%M%S')}"))
     folder.check()
@@ -101,7 +102,7 @@ def make_job(settings: TrainSettings) -> Job:
     if settings.batch % settings.microbatches:
         raise UsageError(f"a batch of {settings.batch} rows cannot be cut into {settings.microbatches} equal microbatches")
     vocab_size = settings.vocab or wanted.vocab_size
-    with _as_usage():
+    with as_usage():
         dataset = prepare(
             settings.data, tokenizer=settings.tokenizer, vocab_size=vocab_size, field=settings.field, fraction=settings.held_out
         )
@@ -112,15 +113,6 @@ def make_job(settings: TrainSettings) -> Job:
     validation = Validation(dataset.validation, config.context, settings.batch)
     bigram = fit_bigram(dataset.train, dataset.vocab_size).nats(*validation.pairs())
     return Job(settings, config, dataset, loader, validation, bigram, folder, device)
-
-
-@contextlib.contextmanager
-def _as_usage() -> Iterator[None]:
-    """What a function rejects as an argument is the user's to change."""
-    try:
-        yield
-    except ValueError as error:
-        raise UsageError(str(error)) from None
 
 
 def _device(name: str) -> torch.device:
@@ -152,9 +144,7 @@ def _run(job: Job, program: Program, state: ft.TrainState) -> Outcome:
         for position, batch in batches:
             state, measured = program.step(state, {name: x.to(job.device) for name, x in batch.items()})
             done, record = position + 1, {name: float(value) for name, value in measured.items()}
-            metrics.write({"step": done, **record, **clock.tick()})
-            if not math.isfinite(record["loss"] + record["grad_norm"]):
-                _give_up(job, state, done, record)
+            _note(job, state, metrics, {"step": done, **record, **clock.tick()})
             progress.update(done, record["loss"], clock.rate)
             late = settings.minutes is not None and clock.seconds >= 60 * settings.minutes
             if interrupt.number or late or done == steps:
@@ -166,13 +156,31 @@ def _run(job: Job, program: Program, state: ft.TrainState) -> Outcome:
     raise AssertionError("a loader without batches")
 
 
+def _note(job: Job, state: ft.TrainState, metrics: MetricsWriter, record: dict[str, Any]) -> None:
+    """Write a step's metrics. Where that fails, or the step was not finite (and left the state as it was), keep the state and stop."""
+    try:
+        metrics.write(record)
+    except MetricsError:
+        with contextlib.suppress(OSError):
+            job.folder.save_weights(state.params, record["step"])
+        raise
+    if math.isfinite(record["loss"] + record["grad_norm"]):
+        return
+    job.folder.save_weights(state.params, record["step"] - 1)
+    job.folder.save_plot(read_metrics(job.folder.metrics), job.bigram)
+    found = f"the loss is {record['loss']:.4g} and the norm of its gradients {record['grad_norm']:.4g}"
+    kept = f"the weights before that step are kept in {job.folder.path}"
+    raise StoppedError(f"the run stopped at step {record['step']}: {found}; {kept}; try a lower --lr")
+
+
 class _Clock:
     """Seconds of training and tokens per second."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens  # of a step
         self.seconds = 0.0  # of training
-        self.rate = 0.0  # tokens per second, smoothed
+        self.rate = 0.0  # tokens per second, smoothed; the first step, which captures, is forgotten at the second
+        self._ticks = 0
         self._last = time.perf_counter()
 
     def tick(self) -> dict[str, float]:
@@ -181,22 +189,13 @@ class _Clock:
         taken, self._last = now - self._last, now
         self.seconds += taken
         rate = self.tokens / taken
-        self.rate = rate if self.rate == 0 else 0.9 * self.rate + 0.1 * rate
+        self._ticks += 1
+        self.rate = rate if self._ticks <= 2 else 0.9 * self.rate + 0.1 * rate
         return {"tokens_per_second": round(rate, 1), "seconds": round(self.seconds, 3)}
 
     def skip(self) -> None:
         """What came since the last step was no training."""
         self._last = time.perf_counter()
-
-
-def _give_up(job: Job, state: ft.TrainState, step: int, record: dict[str, float]) -> None:
-    """Keep the state before a step that was not finite (the step itself left it as it was), and stop."""
-    job.folder.save_weights(state.params, step - 1)
-    job.folder.save_plot(read_metrics(job.folder.metrics), job.bigram)
-    raise StoppedError(
-        f"the run stopped at step {step}: the loss is {record['loss']:.4g} and the norm of its gradients {record['grad_norm']:.4g}; "
-        f"the weights before that step are kept in {job.folder.path}; try a lower --lr"
-    )
 
 
 def _look(job: Job, program: Program, state: ft.TrainState, step: int, metrics: MetricsWriter, progress: Progress) -> None:

@@ -53,6 +53,7 @@ class Recorder(TorchDispatchMode):
         self._nodes: dict[int, fx.Node] = {}  # id of a tensor -> its node
         self._alive: list[Any] = []  # keeps those ids from being used again
         self._inputs: dict[int, str] = {}  # storage of an input -> its path
+        self._folded: dict[int, torch.Tensor] = {}  # storages computed from constants alone, kept alive
         self._lines: dict[int, SourceLine | None] = {}  # autograd's sequence number -> line of the forward operation
 
     # ---- the ends of the graph
@@ -148,11 +149,8 @@ class Recorder(TorchDispatchMode):
     # ---- constants
 
     def _fold(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation on real tensors alone (of the enclosing scope) has its value now."""
-        if func._schema.is_mutable:
-            raise MutationError(
-                f"{self._where()}: {func} changes a tensor from outside the function. Pass it as an argument and return the new value."
-            )
+        """An operation on real tensors alone (of the enclosing scope, or computed from those here) has its value now."""
+        self._check_outer_writes(func, args, kwargs)
         if is_random(func, args, kwargs):
             raise RandomnessError(f"{self._where()}: {func} draws from torch's global generator. Pass a key and call functrain.random.")
         if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...) written inside the function: new on every call
@@ -162,21 +160,27 @@ class Recorder(TorchDispatchMode):
             self._record(func, args, kwargs, result)
             return result
         with disable_current_modes(), torch.no_grad():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        for x in _flat((result,), {}):
+            if isinstance(x, torch.Tensor):
+                self._folded[_storage(x)] = x
+        return result
 
-    def _lift(self, x: torch.Tensor) -> torch.Tensor:
-        with disable_current_modes():
-            value = x.detach().clone()
-        fake = self.fake_mode.from_tensor(value)
-        self._bind(fake, self._constant(value))
-        return fake
+    def _check_outer_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tensors that were folded here may be written for real; those from outside may not."""
+        written = written_arguments(func, args, kwargs) if func._schema.is_mutable else []
+        if any(_storage(x) not in self._folded for x in written):
+            raise MutationError(
+                f"{self._where()}: {func} changes a tensor from outside the function. Pass it as an argument and return the new value."
+            )
 
     def constant(self, value: torch.Tensor, tags: dict[str, Any]) -> torch.Tensor:
         """Add a constant and return the fake tensor that stands for it."""
         self.origin = tags
-        fake = self._lift(value)
+        node = self._constant(value)
         self.origin = None
-        return fake
+        self._bind(node.meta["val"], node)
+        return node.meta["val"]
 
     def _constant(self, x: torch.Tensor) -> fx.Node:
         if isinstance(x, FakeTensor):
@@ -214,6 +218,11 @@ class Recorder(TorchDispatchMode):
             return
         self.mutates = True
         for x in written_arguments(func, args, kwargs):
+            if not isinstance(x, FakeTensor) and _storage(x) in self._folded:
+                raise MutationError(
+                    f"{self._where()}: {func} writes traced values into a tensor that was computed from constants alone. Use the form that "
+                    "returns a new tensor, or clone the tensor together with a traced one."
+                )
             path = self._inputs.get(_storage(x)) if isinstance(x, FakeTensor) else "a tensor from outside the function"
             if path is not None:
                 raise MutationError(

@@ -97,7 +97,7 @@ def _read_files(files: Iterable[Path], field: str, root: Path) -> Iterator[Piece
 def _is_binary(path: Path) -> bool:
     """Whether a file is not UTF-8 text; looks at all of it, since a folder's documents are not cut short by an error."""
     try:
-        return any("\0" in text for text in _texts(path))
+        return not all(_texts(path))
     except DataError:
         return True
 
@@ -110,8 +110,6 @@ def _read_text(path: Path) -> Iterator[Piece]:
     """A text file as one document."""
     held = None
     for text in _texts(path):
-        if "\0" in text:
-            raise DataError(f"{path} is binary, not text; for token ids give a .npy file, or a .bin file with its .json beside it")
         if held is not None:
             yield Piece(held, last=False)
         held = text
@@ -120,15 +118,20 @@ def _read_text(path: Path) -> Iterator[Piece]:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """The text of a file, at most `PIECE` characters at a time."""
+    """The text of a file, at most `PIECE` characters at a time; a NUL anywhere, which no text holds, is an error."""
     try:
+        with path.open("rb") as start:
+            binary = b"\0" in start.read(PIECE)
         with path.open(encoding="utf-8", newline="") as file:
-            while text := file.read(PIECE):
+            while not binary and (text := file.read(PIECE)):
+                binary = "\0" in text
                 yield text
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error.reason} 0x{error.object[error.start]:02x}; convert it first") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    if binary:
+        raise DataError(f"{path} is binary, not text; for token ids give a .npy file, or a .bin file with its .json beside it")
 
 
 def _read_lines(path: Path, field: str) -> Iterator[Piece]:

@@ -256,7 +256,7 @@ def erfinv(x: torch.Tensor) -> torch.Tensor:
     return _Erfinv.apply(x)
 
 
-def decompositions() -> dict[torch._ops.OpOverload, Callable[..., torch.Tensor]]:
+def decompositions() -> dict[Any, Callable[..., torch.Tensor]]:
     """Each operator with the torch operations it stands for, so that a compiler can fuse a draw with what uses it.
 
     >>> fill = decompositions()[torch.ops.functrain.threefry_bernoulli.default]

@@ -103,6 +103,20 @@ def test_constants_are_folded_and_kept() -> None:
     assert [n.target for n in lowered.captured.graph.nodes if n.op == "call_function"].count(torch.ops.aten.sum.dim_IntList) == 0
 
 
+def test_tensors_computed_from_constants_may_be_written() -> None:
+    table = torch.eye(3)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        mask = table @ table
+        mask.add_(1)
+        mask[0].mul_(2)
+        return x @ mask
+
+    x = torch.arange(3.0)
+    assert_trees_equal(ft.jit(function)(x), function(x))
+    assert_trees_equal(table, torch.eye(3))
+
+
 def test_operations_with_several_results() -> None:
     def function(x: torch.Tensor) -> Any:
         values, indices = torch.topk(x, 2)
