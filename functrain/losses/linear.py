@@ -1,7 +1,4 @@
-"""Losses as `Mean(total, weight)`: sums that parts of a batch can be merged from exactly, whatever each part's count.
-
-All are computed in float32 (float64 where the inputs are), whatever dtype the model computes in.
-"""
+"""The head of a language model and its loss in one, chunk by chunk: cross-entropy that never holds all logits."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,38 +7,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from functrain.losses.classes import Options, check_targets, token_losses, wide_dtype
 from functrain.torch_internals import transform_is_active
 from functrain.tree import Mean
 
 CHUNK_SIZE = 512  # tokens: measured on CPU, smaller ones pay more for summing the weight's gradient, larger ones for memory
-
-
-def cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0
-) -> Mean:
-    """Cross-entropy of class indices, summed over the tokens whose target is not `ignore_index`.
-
-    Args:
-        logits: floating-point [..., classes].
-        targets: integer [...], each a class or `ignore_index`.
-        ignore_index: a target that does not count, neither in the total nor in the weight.
-        label_smoothing: in [0, 1], the share of the target that is spread evenly over all classes (Szegedy et al. 2016, arXiv 1512.00567).
-        z_loss: factor of log(sum(exp(logits)))**2, which keeps logits from drifting (Chowdhery et al. 2022, arXiv 2204.02311, section 5).
-
-    Returns:
-        `Mean(total, weight)`: float32 scalar (float64 for float64 logits), and the int64 count of tokens that are not ignored.
-
-    Raises:
-        ValueError: shapes do not fit, or an option is out of range.
-        TypeError: targets are not integers.
-
-    >>> loss = cross_entropy(torch.zeros(3, 4), torch.tensor([1, 2, -100]))
-    >>> round(float(loss.value()), 4), int(loss.weight)
-    (1.3863, 2)
-    """
-    _check("cross_entropy", "logits", logits, targets)
-    options = _Options.make(ignore_index, label_smoothing, z_loss)
-    return Mean(_token_losses(_widened(logits), targets, options).sum(), (targets != ignore_index).sum())
 
 
 def linear_cross_entropy(
@@ -86,11 +56,11 @@ def linear_cross_entropy(
     >>> round(float(loss.value()), 4), int(loss.weight)
     (1.6094, 6)
     """
-    _check("linear_cross_entropy", "hidden", hidden, targets)
+    check_targets("linear_cross_entropy", "hidden", hidden, targets)
     _check_head(hidden, weight, bias)
     rows, labels, width = _arranged(hidden, targets, CHUNK_SIZE if chunk_size is None else chunk_size)
     needed = tuple(_needs_gradient(x) for x in (rows, weight, bias))
-    options = _Options.make(ignore_index, label_smoothing, z_loss, width, needed)
+    options = Options.make(ignore_index, label_smoothing, z_loss, width, needed)
     if any(needed):
         total = _LinearCrossEntropy.apply(rows, weight, bias, labels, options)[0]
     else:
@@ -98,94 +68,10 @@ def linear_cross_entropy(
     return Mean(total, (targets != ignore_index).sum())
 
 
-def mean_squared_error(predictions: torch.Tensor, targets: torch.Tensor, *, mask: torch.Tensor | None = None) -> Mean:
-    """Squared differences, summed where the mask is not 0.
-
-    Args:
-        predictions: floating-point [...].
-        targets: of the same shape.
-        mask: bool, or weights, that broadcast to it; None counts every element.
-
-    Returns:
-        `Mean(total, weight)`: the sum of mask * (predictions - targets)**2, and the mask's sum.
-
-    Raises:
-        ValueError: shapes differ.
-
-    >>> mean_squared_error(torch.zeros(4), torch.ones(4), mask=torch.tensor([True, True, False, True])).value()
-    tensor(1.)
-    """
-    _check_same_shape("mean_squared_error", predictions, targets)
-    return _masked_sum((_widened(predictions) - _widened(targets)).square(), mask)
-
-
-def binary_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, mask: torch.Tensor | None = None) -> Mean:
-    """Cross-entropy of independent yes-or-no labels, summed where the mask is not 0.
-
-    Args:
-        logits: floating-point [...], of the answer yes.
-        targets: of the same shape: bool, or probabilities.
-        mask: bool, or weights, that broadcast to it; None counts every element.
-
-    Returns:
-        `Mean(total, weight)`.
-
-    Raises:
-        ValueError: shapes differ.
-
-    >>> round(float(binary_cross_entropy(torch.zeros(2), torch.tensor([True, False])).value()), 4)
-    0.6931
-    """
-    _check_same_shape("binary_cross_entropy", logits, targets)
-    wide = _widened(logits)
-    return _masked_sum(F.binary_cross_entropy_with_logits(wide, targets.to(wide.dtype), reduction="none"), mask)
-
-
-# ---- one token's loss
-
-
-@dataclass(frozen=True)
-class _Options:
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    width: int = 1  # positions in a chunk of [rows, positions, d]
-    needed: tuple[bool, ...] = ()  # whether gradients by hidden, weight, bias are wanted
-
-    @classmethod
-    def make(cls, ignore_index: int, label_smoothing: float, z_loss: float, width: int = 1, needed: tuple[bool, ...] = ()) -> "_Options":
-        if not 0 <= label_smoothing <= 1:
-            raise ValueError(f"label_smoothing must be in [0, 1], not {label_smoothing}")
-        if z_loss < 0:
-            raise ValueError(f"z_loss must not be negative, but it is {z_loss}")
-        return cls(ignore_index, label_smoothing, z_loss, width, needed)
-
-    def safe(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which targets count [...], and targets that are all classes [..., 1]."""
-        valid = targets != self.ignore_index
-        return valid, torch.where(valid, targets, 0).unsqueeze(-1)
-
-
-def _token_losses(logits: torch.Tensor, targets: torch.Tensor, options: _Options) -> torch.Tensor:
-    """[..., classes] -> [...], 0 where the target is ignored; differentiable to any order.
-
-    `log_softmax` and `gather` rather than torch's `nll_loss`, whose mean is a mean of means once a batch is split.
-    """
-    valid, classes = options.safe(targets)
-    log_probabilities = torch.log_softmax(logits, -1)
-    picked = log_probabilities.gather(-1, classes)
-    losses = -picked.squeeze(-1)
-    if options.label_smoothing:
-        losses = (1 - options.label_smoothing) * losses - options.label_smoothing * log_probabilities.mean(-1)
-    if options.z_loss:
-        losses = losses + options.z_loss * (logits.gather(-1, classes) - picked).squeeze(-1).square()
-    return torch.where(valid, losses, 0)
-
-
 # ---- chunk by chunk
 
 
-def _total(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, options: _Options) -> torch.Tensor:
+def _total(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, options: Options) -> torch.Tensor:
     """The summed loss alone, in plain operations."""
     compute, wide = _dtypes(hidden, weight)
     total = torch.zeros((), dtype=wide, device=hidden.device)
@@ -193,7 +79,7 @@ def _total(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         weight, bias = weight.to(compute), None if bias is None else bias.to(compute)
         for span in _spans(hidden.shape[1], options.width):
             logits = F.linear(hidden[:, span].to(compute), weight, bias).to(wide)
-            total = total + _token_losses(logits, targets[:, span], options).sum()
+            total = total + token_losses(logits, targets[:, span], options).sum()
     return total
 
 
@@ -207,7 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, options: _Options) -> Any:
+    def forward(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, options: Options) -> Any:
         compute, _ = _dtypes(hidden, weight)
         sums = _Sums()
         with _no_autocast(hidden):
@@ -244,9 +130,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (total, *(m.to(g.dtype) for m, g in zip(moved, gradients, strict=True) if g is not None and m is not None))
 
 
-def _chunk(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, options: _Options) -> "_Part":
+def _chunk(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, options: Options) -> "_Part":
     """Loss and gradients of one chunk [rows, positions, d]; weight and bias are in the dtype to compute in."""
-    compute, wide = weight.dtype, _wide(weight.dtype)
+    compute, wide = weight.dtype, wide_dtype(weight.dtype)
     valid, classes = (x.reshape(-1, 1) for x in options.safe(targets))
     rows = torch.where(valid, hidden.reshape(-1, hidden.shape[-1]), 0).to(compute)
     logits = F.linear(rows, weight, bias)
@@ -303,7 +189,7 @@ class _Sums:
             if self.by_weight is not None and rows.dtype == self.by_weight.dtype:
                 self.by_weight = torch.addmm(self.by_weight, by_logits.t(), rows)
             else:
-                self.by_weight = _plus(self.by_weight, (by_logits.t() @ rows).to(_wide(rows.dtype)))
+                self.by_weight = _plus(self.by_weight, (by_logits.t() @ rows).to(wide_dtype(rows.dtype)))
 
 
 def _second_order(
@@ -312,7 +198,7 @@ def _second_order(
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     directions: list[torch.Tensor | None],
-    options: _Options,
+    options: Options,
 ) -> list[torch.Tensor | None]:
     """The loss's Hessian times a direction (by hidden, weight, bias), in plain operations; the Hessian is symmetric."""
     if all(direction is None for direction in directions):
@@ -367,21 +253,13 @@ def _needs_gradient(x: torch.Tensor | None) -> bool:
     return x is not None and torch.is_grad_enabled() and (x.requires_grad or transform_is_active())
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _widened(x: torch.Tensor) -> torch.Tensor:
-    return x.to(_wide(x.dtype))
-
-
 def _dtypes(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
     """What matrix products are done in, and what softmax and sums are done in."""
     compute = torch.promote_types(hidden.dtype, weight.dtype)
     kind = hidden.device.type
     if compute != torch.float64 and torch.is_autocast_enabled(kind):
         compute = torch.get_autocast_dtype(kind)
-    return compute, _wide(compute)
+    return compute, wide_dtype(compute)
 
 
 def _no_autocast(x: torch.Tensor) -> torch.autocast:
@@ -414,28 +292,6 @@ def _spans(length: int, width: int) -> Iterator[slice]:
         start = stop
 
 
-def _masked_sum(values: torch.Tensor, mask: torch.Tensor | None) -> Mean:
-    if mask is None:
-        return Mean(values.sum(), torch.full((), values.numel(), dtype=torch.int64, device=values.device))
-    mask = mask.expand_as(values)
-    return Mean(torch.where(mask != 0, values * mask, 0).sum(), mask.sum())
-
-
-# ---- checks
-
-
-def _check(name: str, what: str, scores: torch.Tensor, targets: torch.Tensor) -> None:
-    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
-        raise TypeError(f"{name}: targets are class indices, so integers, not {targets.dtype}")
-    if scores.dim() == 0 or scores.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"{name}: {what} of shape {list(scores.shape)} want targets of shape {list(scores.shape[:-1])}, not {list(targets.shape)}; "
-            f"the last dimension of {what} is not one of the targets'"
-        )
-    if not scores.is_floating_point():
-        raise TypeError(f"{name}: {what} must be floating-point, not {scores.dtype}")
-
-
 def _check_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
@@ -446,8 +302,3 @@ def _check_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
         raise ValueError(
             f"linear_cross_entropy: bias is [{weight.shape[0]}] for weight of shape {list(weight.shape)}, not {list(bias.shape)}"
         )
-
-
-def _check_same_shape(name: str, one: torch.Tensor, other: torch.Tensor) -> None:
-    if one.shape != other.shape:
-        raise ValueError(f"{name}: shapes {list(one.shape)} and {list(other.shape)} differ; nothing is broadcast between them")
