@@ -393,6 +393,7 @@ def test_gradients_reach_bounds() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")
 def test_compiled_draws_give_the_same_bits() -> None:
     names = ["uniform", "uniform of tensors", "normal", "truncated_normal", "randint", "categorical", "dropout"]
 
