@@ -21,12 +21,13 @@ def is_mutable(node: fx.Node) -> bool:
 
 
 @functools.cache
-def _alias_positions(schema: Any) -> tuple[str, ...]:
+def _alias_positions(operator_: Any) -> tuple[str, ...]:
     """Names of the arguments that the results may share storage with.
 
     A written argument is one where a result carries its mark. An argument that is marked and not written is a view's source, whatever
     the result carries: the marks of lists (`split`, `unbind`) stand in another place.
     """
+    schema = operator_._schema
     shared = {name for r in schema.returns if r.alias_info is not None for name in r.alias_info.before_set}
     marked = [a for a in schema.arguments if a.alias_info is not None]
     return tuple(a.name for a in marked if schema.returns and (not a.alias_info.is_write or shared & set(a.alias_info.before_set)))
@@ -37,7 +38,7 @@ def aliased_argument(node: fx.Node) -> fx.Node | None:
     if node.target is operator.getitem:
         return node.args[0] if isinstance(node.args[0], fx.Node) else None
     schema = schema_of(node)
-    names = _alias_positions(schema) if schema is not None else ()
+    names = _alias_positions(node.target) if schema is not None else ()
     for i, argument in enumerate(schema.arguments if names else ()):
         value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
         if argument.name in names and isinstance(value, fx.Node):
