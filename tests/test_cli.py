@@ -17,6 +17,7 @@ import functrain as ft
 from functrain import tree
 from functrain.cli import main
 from functrain.cli import train as training
+from functrain.cli.interrupt import Interrupt
 from functrain.cli.run_folder import RunFolder
 from functrain.cli.settings import TrainSettings
 from functrain.cli.step import make_program, make_schedule
@@ -206,6 +207,15 @@ def test_ctrl_c_finishes_the_step_and_saves(
     assert "stopped by Ctrl-C after 4 steps" in capsys.readouterr().out
     assert (out / "loss.png").is_file()
     assert main(["generate", str(out), "--tokens", "3"]) == 0
+
+
+def test_a_second_ctrl_c_interrupts_at_once() -> None:
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.number == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # ---- the step

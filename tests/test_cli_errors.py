@@ -71,6 +71,7 @@ def one_line(text: str) -> str:
         (["--batch"], "argument --batch: expected one argument"),
         (["--microbatches", "3"], "a batch of 4 rows cannot be cut into 3 equal microbatches"),
         (["--tokenizer", "bpe", "--vocab", "20"], "a vocabulary of 20 is too small for byte-level BPE"),
+        (["--vocab", "300"], "--vocab is for the BPE tokenizer"),
         (["--held-out", "0"], "the held-out fraction is 0.0; it lies between 0 and 1"),
         (["--out", "other"], "the folder other holds other files and no run"),
         (["--out", "corpus.txt"], "corpus.txt is a file; give a folder with --out"),

@@ -22,6 +22,7 @@ from functrain.cli.run_folder import RunFolder
 from functrain.cli.settings import TrainSettings
 from functrain.cli.step import Program, make_program
 from functrain.data import Dataset, Loader, Prefetch, Validation, fit_bigram, prepare
+from functrain.data.token_file import SUFFIXES
 from functrain.models import gpt
 from functrain.observe import MetricsError, MetricsWriter, make_progress, read_metrics
 from functrain.observe.progress import Progress
@@ -101,6 +102,8 @@ def make_job(settings: TrainSettings) -> Job:
     device = _device(settings.device)
     if settings.batch % settings.microbatches:
         raise UsageError(f"a batch of {settings.batch} rows cannot be cut into {settings.microbatches} equal microbatches")
+    if settings.vocab and (settings.tokenizer == "bytes" or (settings.data and settings.data.suffix in SUFFIXES)):
+        raise UsageError("--vocab is for the BPE tokenizer: bytes and token files have a vocabulary of their own")
     vocab_size = settings.vocab or wanted.vocab_size
     with as_usage():
         dataset = prepare(
