@@ -89,6 +89,19 @@ def test_a_compiler_without_openmp_builds_a_library_of_one_thread(monkeypatch: p
     assert ctypes.CDLL(str(tmp_path / build.LIBRARY)).functrain_has_openmp() == 0
 
 
+@needs_library
+def test_a_rebuild_leaves_the_library_of_running_processes_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "sources", lambda: [build.FOLDER / "identity.cpp"])
+    target = tmp_path / build.LIBRARY
+    build.build(target)
+    with target.open("rb") as mapped:
+        before = mapped.read()
+        monkeypatch.setattr(build, "digest", lambda: "another")
+        build.build(target)
+        mapped.seek(0)
+        assert mapped.read() == before != target.read_bytes()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", [pytest.param(None, marks=needs_library), "/nonexistent/compiler"])
 def test_installing_builds_the_library_or_goes_on_without_a_compiler(compiler: str | None, tmp_path: Path) -> None:
