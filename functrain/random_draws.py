@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from functrain import random_ranges
-from functrain.kernels import threefry, threefry_torch
-from functrain.random_keys import OPERATORS, WORD, Shape, as_shape, check_key, fill, split
+from functrain import random_truncation
+from functrain.kernels import integers_torch, threefry, threefry_torch
+from functrain.random_keys import OPERATORS, Shape, as_shape, check_key, fill, split
 from functrain.random_keys import key as key  # for the examples
 
 Number = float | torch.Tensor
@@ -137,9 +137,9 @@ def truncated_normal(
     tensors = [x for x in ends if isinstance(x, torch.Tensor)]
     shape = as_shape(torch.broadcast_shapes(*(x.shape for x in tensors)) if shape is None else shape)
     _check_broadcast("truncated_normal", shape, *tensors)
-    values = uniform(key, shape, dtype, *(random_ranges.normal_range(x, dtype) for x in ends))
+    values = uniform(key, shape, dtype, *(random_truncation.normal_range(x, dtype) for x in ends))
     values = threefry.erfinv(values) * threefry_torch.rounded(math.sqrt(2.0), dtype)
-    return random_ranges.clamp_open(values, *ends)
+    return random_truncation.clamp_open(values, *ends)
 
 
 def exponential(key: torch.Tensor, shape: int | Shape = (), dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -192,14 +192,12 @@ def randint(
         if isinstance(bound, float) or (isinstance(bound, torch.Tensor) and bound.is_floating_point()):
             raise TypeError(f"randint has integer bounds, not {bound}")
     _check_broadcast("randint", shape, *(bound for bound in (minval, maxval) if isinstance(bound, torch.Tensor)))
-    upper, lower = (_words(k, shape, 64 if dtype == torch.int64 else 32) for k in split(key))
-    return random_ranges.integers(upper, lower, minval, maxval, dtype)
-
-
-def _words(key: torch.Tensor, shape: Shape, width: int) -> torch.Tensor:
-    """Words as int64: 32 bits without sign, or all 64."""
-    words = fill(OPERATORS.threefry_bits, key, shape, width)
-    return words if width == 64 else words.to(torch.int64) & WORD
+    low, span = integers_torch.span_of(minval, maxval, dtype)
+    width = integers_torch.word_width(dtype)
+    if isinstance(low, int) and isinstance(span, int):
+        return fill(OPERATORS.threefry_integers, key, shape, low, span, width).to(dtype)
+    upper, lower = (threefry_torch.as_int64(fill(OPERATORS.threefry_bits, k, shape, width)) for k in split(key))
+    return integers_torch.from_words(upper, lower, low, span, width).to(dtype)
 
 
 def permutation(key: torch.Tensor, x: int | torch.Tensor, axis: int = 0, independent: bool = False) -> torch.Tensor:
@@ -233,7 +231,7 @@ def permutation(key: torch.Tensor, x: int | torch.Tensor, axis: int = 0, indepen
 def _order(key: torch.Tensor, shape: Shape, axis: int) -> torch.Tensor:
     """Indices `shape` that put lines along an axis in random order: sorts by random words, often enough that ties do not matter."""
     size = math.prod(shape)
-    rounds = math.ceil(3 * math.log(max(1, size)) / math.log(WORD))
+    rounds = math.ceil(3 * math.log(max(1, size)) / math.log(2**32 - 1))
     order = torch.zeros(shape, dtype=torch.int64, device=key.device)  # of at most one element, where there is nothing to exchange
     for i in range(rounds):
         key, subkey = split(key)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from functrain import random_draws as draws
+from functrain.kernels import integers_torch
 from functrain.random_keys import OPERATORS, fill
 
 _aten = torch.ops.aten
@@ -84,12 +85,8 @@ class Source:
 
     def integers(self, shape: Any, low: int, high: int, device: Any = None) -> torch.Tensor:
         """int64 in [low, high)."""
-
-        def each(key: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
-            rows = [draws.randint(k, size, low, high) for k in key.reshape(-1, 2).unbind()]
-            return torch.stack(rows).reshape([*key.shape[:-1], *size]) if key.ndim > 1 else rows[0]
-
-        return self._draw(each, shape, device)
+        first, span = integers_torch.span_of(low, high, torch.int64)
+        return self._draw(lambda key, size: fill(OPERATORS.threefry_integers, key, size, first, span, 64), shape, device)
 
     def only_key(self, what: str) -> torch.Tensor:
         """The key, for what cannot be drawn per slice of a vmap."""

@@ -31,6 +31,10 @@ FILLS: dict[str, tuple[Any, Callable[..., torch.Tensor], tuple[Any, ...]]] = {
     "normal float64": (OPERATORS.threefry_normal, threefry_torch.normal, (torch.float64,)),
     "normal float16": (OPERATORS.threefry_normal, threefry_torch.normal, (torch.float16,)),
     "bernoulli": (OPERATORS.threefry_bernoulli, threefry_torch.bernoulli, (0.3,)),
+    "integers 32": (OPERATORS.threefry_integers, threefry_torch.integers, (-7, 1000, 32)),
+    "integers 64": (OPERATORS.threefry_integers, threefry_torch.integers, (5, 2**40 + 3, 64)),
+    "integers of all": (OPERATORS.threefry_integers, threefry_torch.integers, (-(2**63), 0, 64)),
+    "integers of most": (OPERATORS.threefry_integers, threefry_torch.integers, (-(2**63), -9, 64)),
 }
 every_fill = pytest.mark.parametrize("name", FILLS)
 

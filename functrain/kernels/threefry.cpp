@@ -9,18 +9,6 @@
 
 #include "portable.h"
 
-// Clones by level: `arch=haswell` would be taken on a Haswell alone.
-#undef CLONES
-#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && defined(__GLIBC__)
-#if __GNUC__ >= 12
-#define CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
-#else
-#define CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
-#endif
-#else
-#define CLONES
-#endif
-
 namespace {
 
 constexpr int kBlock = 256;  // elements
@@ -222,6 +210,18 @@ CLONES void erfinv_block(const float* __restrict x, float* __restrict out) {
     for (int i = 0; i < kBlock; ++i) out[i] = erfinv(x[i]);
 }
 
+// Two words a value to integers of a range: `low + (upper * 2^width + lower) % span`, where a span of 0 counts all words.
+template <typename Word>
+void integers_block(const Word* upper, const Word* lower, int64_t low, Word span, int64_t* out) {
+    const auto remainder = [span](Word x) { return span ? static_cast<Word>(x % span) : x; };
+    const Word root = remainder(static_cast<Word>(Word{1} << (sizeof(Word) * 4)));
+    const Word multiplier = remainder(static_cast<Word>(root * root));
+    for (int i = 0; i < kBlock; ++i) {
+        const Word offset = remainder(static_cast<Word>(remainder(upper[i]) * multiplier + remainder(lower[i])));
+        out[i] = static_cast<int64_t>(static_cast<uint64_t>(low) + offset);
+    }
+}
+
 // Turns the words of a block into values; returns the bytes of one value.
 int finish_block(int kind, double low, double span, Block& block) {
     if (kind == kBits64) {
@@ -250,32 +250,71 @@ int finish_block(int kind, double low, double span, Block& block) {
     }
 }
 
-}  // namespace
+// The words of the `n` elements of a window from `position` on; what follows them in the block is the cipher of nothing in particular.
+void draw_block(uint32_t k0, uint32_t k1, const Runs& runs, int64_t position, int n, Block& block) {
+    if (n < kBlock) std::memset(&block, 0, sizeof block);
+    fill_counts(runs, position, n, block);
+    cipher_block(k0, k1, block.high, block.low);
+}
 
-extern "C" {
-
-// Fills `out` [key_count, *size] with the window (start, size) of draws of a shape, one draw per key; keys are [key_count, 2] words.
-// `low` is the lower bound of a uniform or the probability of a Bernoulli draw, `span` the width of a uniform's range.
-// Returns 0, or 1 for a rank or kind it does not know.
-int functrain_threefry_fill(int kind, const int64_t* keys, int64_t key_count, int rank, const int64_t* shape, const int64_t* start,
-                            const int64_t* size, double low, double span, void* out, int threads) {
-    if (rank > kMaxRank || kind < kBits32 || kind > kBernoulli) return 1;
-    const Runs runs = make_runs(rank, shape, start, size);
+// Calls `work(first, key, position, n)` for all blocks of the windows of draws, one draw a key: where its first element goes in the result,
+// the two words of its key, its place in the window, how many elements it has.
+template <typename Work>
+void for_each_block(const int64_t* keys, int64_t key_count, const Runs& runs, [[maybe_unused]] int threads, const Work& work) {
     const int64_t blocks_per_key = (runs.elements + kBlock - 1) / kBlock;
     const int64_t blocks = blocks_per_key * key_count;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && blocks > 128)
     for (int64_t b = 0; b < blocks; ++b) {
-        Block block;
         const int64_t which = b / blocks_per_key;
         const int64_t position = (b % blocks_per_key) * kBlock;
         const int64_t left = runs.elements - position;
-        const int n = left < kBlock ? static_cast<int>(left) : kBlock;
-        if (n < kBlock) std::memset(&block, 0, sizeof block);
-        fill_counts(runs, position, n, block);
-        cipher_block(static_cast<uint32_t>(keys[2 * which]), static_cast<uint32_t>(keys[2 * which + 1]), block.high, block.low);
-        const int bytes = finish_block(kind, low, span, block);
-        std::memcpy(static_cast<char*>(out) + (which * runs.elements + position) * bytes, block.value, static_cast<size_t>(n) * bytes);
+        work(which * runs.elements + position, keys + 2 * which, position, left < kBlock ? static_cast<int>(left) : kBlock);
     }
+}
+
+}  // namespace
+
+extern "C" {
+
+// The first two fill `out` [key_count, *size] with the window (start, size) of draws of a shape, one draw a key; keys are [key_count, 2]
+// words. They return 0, or 1 for more dimensions than they know.
+
+// `low` is the lower bound of a uniform or the probability of a Bernoulli draw, `span` the width of a uniform's range.
+int functrain_threefry_fill(const int64_t* keys, int64_t key_count, int rank, const int64_t* shape, const int64_t* start,
+                            const int64_t* size, int kind, double low, double span, void* out, int threads) {
+    if (rank > kMaxRank) return 1;
+    const Runs runs = make_runs(rank, shape, start, size);
+    for_each_block(keys, key_count, runs, threads, [&](int64_t first, const int64_t* key, int64_t position, int n) {
+        Block block;
+        draw_block(static_cast<uint32_t>(key[0]), static_cast<uint32_t>(key[1]), runs, position, n, block);
+        const int bytes = finish_block(kind, low, span, block);
+        std::memcpy(static_cast<char*>(out) + first * bytes, block.value, static_cast<size_t>(n) * bytes);
+    });
+    return 0;
+}
+
+// int64 from words of 32 or 64 bits, the upper and the lower ones from two keys that are split off.
+int functrain_threefry_integers(const int64_t* keys, int64_t key_count, int rank, const int64_t* shape, const int64_t* start,
+                                const int64_t* size, int64_t low, int64_t span, int width, int64_t* out, int threads) {
+    if (rank > kMaxRank) return 1;
+    const Runs runs = make_runs(rank, shape, start, size);
+    for_each_block(keys, key_count, runs, threads, [&](int64_t first, const int64_t* key, int64_t position, int n) {
+        Block words[2];
+        for (uint32_t i = 0; i < 2; ++i) {
+            uint32_t k0 = 0, k1 = i;
+            cipher(static_cast<uint32_t>(key[0]), static_cast<uint32_t>(key[1]), k0, k1);
+            draw_block(k0, k1, runs, position, n, words[i]);
+            finish_block(width == 64 ? kBits64 : kBits32, 0, 0, words[i]);
+        }
+        int64_t values[kBlock];
+        if (width == 64) {
+            const auto *upper = reinterpret_cast<uint64_t*>(words[0].value), *lower = reinterpret_cast<uint64_t*>(words[1].value);
+            integers_block(upper, lower, low, static_cast<uint64_t>(span), values);
+        } else {
+            integers_block(words[0].low, words[1].low, low, static_cast<uint32_t>(span), values);
+        }
+        std::memcpy(out + first, values, sizeof(int64_t) * static_cast<size_t>(n));
+    });
     return 0;
 }
 

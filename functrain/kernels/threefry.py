@@ -8,6 +8,7 @@ in `shape` alone, so a shard is filled by giving it its window. Keys are `[*batc
     functrain::threefry_uniform(key, shape, start, size, dtype, low, high)
     functrain::threefry_normal(key, shape, start, size, dtype)
     functrain::threefry_bernoulli(key, shape, start, size, p)
+    functrain::threefry_integers(key, shape, start, size, low, span, width)
     functrain::erfinv(x)
 
 On CPU they run the C++ of `threefry.cpp`; without it, and on other devices, the torch operations of `threefry_torch.py`, with the same
@@ -33,6 +34,7 @@ _SCHEMAS = {
     "threefry_uniform": f"({_WINDOW}, ScalarType dtype, float low, float high) -> Tensor",
     "threefry_normal": f"({_WINDOW}, ScalarType dtype) -> Tensor",
     "threefry_bernoulli": f"({_WINDOW}, float p) -> Tensor",
+    "threefry_integers": f"({_WINDOW}, int low, int span, int width) -> Tensor",
     "erfinv": "(Tensor x) -> Tensor",
 }
 
@@ -51,14 +53,13 @@ class _Kind(enum.IntEnum):
 
 # ---- C++
 
-_INT, _NUMBERS, _POINTER, _DOUBLE = ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_void_p, ctypes.c_double
+_INT, _INT64, _NUMBERS, _POINTER, _DOUBLE = ctypes.c_int, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), ctypes.c_void_p, ctypes.c_double
+_WINDOW_OF_KEYS = (_POINTER, _INT64, _INT, _NUMBERS, _NUMBERS, _NUMBERS)  # keys, how many, rank, shape, start, size
 _C_ARGUMENTS = {
-    # kind, keys, number of keys, rank, shape, start, size, low, span, out, threads
-    "fill": (_INT, _POINTER, ctypes.c_int64, _INT, _NUMBERS, _NUMBERS, _NUMBERS, _DOUBLE, _DOUBLE, _POINTER, _INT),
-    # keys, counts, how many, out
-    "fold_in": (_POINTER, _POINTER, ctypes.c_int64, _POINTER),
-    # x, how many, out, threads
-    "erfinv": (_POINTER, ctypes.c_int64, _POINTER, _INT),
+    "fill": (*_WINDOW_OF_KEYS, _INT, _DOUBLE, _DOUBLE, _POINTER, _INT),  # kind, low, span, out, threads
+    "integers": (*_WINDOW_OF_KEYS, _INT64, _INT64, _INT, _POINTER, _INT),  # low, span, width, out, threads
+    "fold_in": (_POINTER, _POINTER, _INT64, _POINTER),  # keys, counts, how many, out
+    "erfinv": (_POINTER, _INT64, _POINTER, _INT),  # x, how many, out, threads
 }
 
 
@@ -72,14 +73,13 @@ def _kernel(name: str, x: torch.Tensor) -> Callable[..., int] | None:
     return _function(name) if x.device.type == "cpu" else None
 
 
-def _run(
-    fill: Callable[..., int], kind: _Kind, key: torch.Tensor, window: tuple[Ints, ...], dtype: torch.dtype, low: float = 0, span: float = 1
-) -> torch.Tensor:
+def _run(kernel: Callable[..., int], key: torch.Tensor, window: tuple[Ints, ...], dtype: torch.dtype, *rest: Any) -> torch.Tensor:
+    """Let the C++ fill a new tensor; `rest` is what it takes between the window and the result."""
     rank = len(window[0])
     keys = key.contiguous()
     out = torch.empty([*key.shape[:-1], *window[2]], dtype=dtype)
     numbers = ((ctypes.c_int64 * rank)(*part) for part in window)
-    if fill(kind, keys.data_ptr(), keys.numel() // 2, rank, *numbers, low, span, out.data_ptr(), library.threads()):
+    if kernel(keys.data_ptr(), keys.numel() // 2, rank, *numbers, *rest, out.data_ptr(), library.threads()):
         raise ValueError(f"a random draw of shape {list(window[0])} has too many dimensions: at most 64")
     return out
 
@@ -107,7 +107,7 @@ def _bits(key: torch.Tensor, shape: Ints, start: Ints, size: Ints, width: int) -
     if kernel is None:
         return _without_kernel(threefry_torch.bits, key, (shape, start, size), width)
     kind, dtype = (_Kind.BITS_32, torch.int32) if width == 32 else (_Kind.BITS_64, torch.int64)
-    return _run(kernel, kind, key, (shape, start, size), dtype)
+    return _run(kernel, key, (shape, start, size), dtype, kind, 0, 1)
 
 
 def _words_for(dtype: torch.dtype, key: torch.Tensor, shape: Ints, start: Ints, size: Ints) -> torch.Tensor:
@@ -120,7 +120,7 @@ def _uniform(key: torch.Tensor, shape: Ints, start: Ints, size: Ints, dtype: tor
         return _without_kernel(threefry_torch.uniform, key, (shape, start, size), dtype, low, high)
     if dtype != torch.float32:
         return threefry_torch.from_words_uniform(_words_for(dtype, key, shape, start, size), dtype, low, high)
-    return _run(kernel, _Kind.UNIFORM, key, (shape, start, size), dtype, *threefry_torch.bounds(low, high, dtype))
+    return _run(kernel, key, (shape, start, size), dtype, _Kind.UNIFORM, *threefry_torch.bounds(low, high, dtype))
 
 
 def _normal(key: torch.Tensor, shape: Ints, start: Ints, size: Ints, dtype: torch.dtype) -> torch.Tensor:
@@ -129,14 +129,21 @@ def _normal(key: torch.Tensor, shape: Ints, start: Ints, size: Ints, dtype: torc
         return _without_kernel(threefry_torch.normal, key, (shape, start, size), dtype)
     if dtype != torch.float32:
         return threefry_torch.from_words_normal(_words_for(dtype, key, shape, start, size), dtype)
-    return _run(kernel, _Kind.NORMAL, key, (shape, start, size), dtype)
+    return _run(kernel, key, (shape, start, size), dtype, _Kind.NORMAL, 0, 1)
 
 
 def _bernoulli(key: torch.Tensor, shape: Ints, start: Ints, size: Ints, p: float) -> torch.Tensor:
     kernel = _kernel("fill", key)
     if kernel is None:
         return _without_kernel(threefry_torch.bernoulli, key, (shape, start, size), p)
-    return _run(kernel, _Kind.BERNOULLI, key, (shape, start, size), torch.bool, threefry_torch.rounded(p, torch.float32))
+    return _run(kernel, key, (shape, start, size), torch.bool, _Kind.BERNOULLI, threefry_torch.rounded(p, torch.float32), 1)
+
+
+def _integers(key: torch.Tensor, shape: Ints, start: Ints, size: Ints, low: int, span: int, width: int) -> torch.Tensor:
+    kernel = _kernel("integers", key)
+    if kernel is None:
+        return _without_kernel(threefry_torch.integers, key, (shape, start, size), low, span, width)
+    return _run(kernel, key, (shape, start, size), torch.int64, low, span, width)
 
 
 def _erfinv(x: torch.Tensor) -> torch.Tensor:
@@ -194,6 +201,7 @@ _IMPLEMENTATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "threefry_uniform": _uniform,
     "threefry_normal": _normal,
     "threefry_bernoulli": _bernoulli,
+    "threefry_integers": _integers,
     "erfinv": _erfinv,
 }
 _FAKES: dict[str, Callable[..., torch.Tensor]] = {
@@ -202,6 +210,7 @@ _FAKES: dict[str, Callable[..., torch.Tensor]] = {
     "threefry_uniform": _fake_fill(lambda dtype, low, high: dtype),
     "threefry_normal": _fake_fill(lambda dtype: dtype),
     "threefry_bernoulli": _fake_fill(lambda p: torch.bool),
+    "threefry_integers": _fake_fill(lambda low, span, width: torch.int64),
     "erfinv": torch.empty_like,
 }
 _BATCHED: dict[str, Callable[..., Any]] = {"threefry_fold_in": _batched_fold_in, "erfinv": _batched_erfinv}

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from functrain.kernels import integers_torch
+
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 _WORD = 0xFFFFFFFF
@@ -115,6 +117,18 @@ def bits(key: torch.Tensor, shape: Ints, start: Ints, size: Ints, width: int) ->
     """Random words: int32 for a width of 32 bits, int64 for 64."""
     high, low = _window_words(key, shape, start, size)
     return high ^ low if width == 32 else (high.to(torch.int64) << 32) | _unsigned(low)
+
+
+def as_int64(words: torch.Tensor) -> torch.Tensor:
+    """Words as int64: 32 bits without sign, or all 64."""
+    return words if words.dtype == torch.int64 else _unsigned(words)
+
+
+def integers(key: torch.Tensor, shape: Ints, start: Ints, size: Ints, low: int, span: int, width: int) -> torch.Tensor:
+    """Integers low + 0 ... span - 1 as int64, each from two words of a width, drawn from two keys that are split off."""
+    keys = fold_in(key.unsqueeze(-2), torch.arange(2, device=key.device)).unbind(-2)
+    upper, lower = (as_int64(bits(k, shape, start, size, width)) for k in keys)
+    return integers_torch.from_words(upper, lower, low, span, width)
 
 
 # ---- floating-point values
