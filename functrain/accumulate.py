@@ -10,7 +10,7 @@ import torch
 from functrain import tree
 from functrain.differentiate import Selection, phase, pullback, select_arguments
 from functrain.precision import LossScale, Precision
-from functrain.random_keys import fold_in
+from functrain.random.keys import fold_in
 from functrain.transforms import split_loss
 from functrain.tree import Mean, PyTree
 

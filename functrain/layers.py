@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from functrain import tree
-from functrain.random_draws import dropout
-from functrain.random_keys import fold_in
+from functrain.random.draws import dropout
+from functrain.random.keys import fold_in
 from functrain.tiled import tiled
 from functrain.tree import Mean, PyTree
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from functrain import tree
-from functrain.random_scope import current_scope, is_random, scope
+from functrain.random.scoping import current_scope, is_random, scope
 from functrain.torch_internals import TorchDispatchMode, transform_is_active
 from functrain.tree import PyTree
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from functrain.differentiate import split_tensors
-from functrain.random_scope import ScopeState, checkpoint_contexts, resume, scope_state
+from functrain.random.scoping import ScopeState, checkpoint_contexts, resume, scope_state
 from functrain.torch_internals import TorchDispatchMode, active_modes, alias_that_sees_writes, makes_one_new_tensor, transform_is_active
 
 Policy = Callable[..., bool]

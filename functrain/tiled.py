@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from functrain import tree
-from functrain.random_keys import fold_in
+from functrain.random.keys import fold_in
 from functrain.remat import remat
 from functrain.tree import Mean, PyTree
 

@@ -12,7 +12,7 @@ from functrain import tree
 from functrain.accumulate import accumulate
 from functrain.compile.jit import jit
 from functrain.precision import DynamicScale, Precision, StaticScale
-from functrain.random_keys import fold_in, key
+from functrain.random.keys import fold_in, key
 from functrain.transforms import grad, value_and_grad, vmap
 from functrain.tree import Mean
 from tests.helpers import assert_trees_close, assert_trees_equal

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import functrain.random as random
-from functrain.random_scope import checkpoint_contexts, current_scope, is_random, resume, scope, scope_state
+from functrain.random.scoping import checkpoint_contexts, current_scope, is_random, resume, scope, scope_state
 from functrain.remat import remat
 from functrain.torch_internals import FakeTensorMode, load_forward_mode_rules
 from tests.helpers import assert_trees_close, assert_trees_equal
@@ -404,6 +404,6 @@ def test_is_random() -> None:
 
 
 def test_every_known_operation_is_random() -> None:
-    from functrain.random_implicit import HANDLERS  # noqa: PLC0415
+    from functrain.random.implicit import HANDLERS  # noqa: PLC0415
 
     assert all(torch.Tag.nondeterministic_seeded in operation.tags for operation in HANDLERS)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from functrain import random, tree
 from functrain.compile.jit import jit
-from functrain.random_keys import fold_in, key, split
+from functrain.random.keys import fold_in, key, split
 from functrain.remat import remat
 from functrain.tiled import tiled
 from functrain.torch_internals import TorchDispatchMode

@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from functrain.compile.errors import CaptureError, DataDependentError, MutationError, RandomnessError
 from functrain.compile.source import SourceLine, current_source
-from functrain.random_scope import is_random
+from functrain.random.scoping import is_random
 from functrain.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,

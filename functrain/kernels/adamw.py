@@ -26,6 +26,8 @@ in place have no results: their schema says that they write, so neither FX nor I
 
 import ctypes
 import functools
+import itertools
+import operator
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -101,6 +103,7 @@ _NO_MODEL = -1
 _KINDS = {(s, s, s, g): (_CODES[s], code) for s in (torch.float32, torch.float64) for g, code in _CODES.items()}
 # One leaf as `functrain_adamw` in adamw.cpp takes it: kind (state, grad, model, add), threads, count 1, coefficients, size, 8 addresses.
 _pack_one = struct.Struct("16q").pack
+_shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 @functools.cache
@@ -204,29 +207,54 @@ def _apply_many_cpu_(
     coefficients: Tensor,
     model: Sequence[Tensor],
 ) -> None:
-    kernel = _kernel()
+    kernel, all_rows = _kernel(), list(rows(param, mu, nu, grad, model))
+    kind = _kind_of_all(param, mu, nu, grad, model)
     groups: dict[tuple[int, int, int], list[Row]] = {}
-    for row in rows(param, mu, nu, grad, model):
+    if kernel is not None and kind is not None:
+        check(param[0], mu[0], nu[0], grad[0], coefficients)
+        groups[kind] = all_rows
+    else:
+        groups = _grouped(kernel, all_rows, coefficients)
+    for kind, group in groups.items():
+        _apply_group_(kernel, kind, group, coefficients.contiguous())
+
+
+def _kind_of_all(*columns: Sequence[Tensor]) -> tuple[int, int, int] | None:
+    """The codes of all leaves where they have one kind, agree in shape and are contiguous: the usual case, without a loop in Python."""
+    given = [column for column in columns if column]
+    shapes = list(map(_shape, columns[0]))
+    dtypes = [set(map(_dtype, column)) for column in given]
+    if len(given) < 4 or any(len(x) != 1 for x in dtypes) or not all(map(Tensor.is_contiguous, itertools.chain(*given))):
+        return None
+    p, m, v, g, *half = (x.pop() for x in dtypes)
+    kind, model = _KINDS.get((p, m, v, g)), _HALVES.get(half[0]) if half else _NO_MODEL
+    if kind is None or model is None or any(list(map(_shape, column)) != shapes for column in given[1:]):
+        return None
+    return (*kind, model)
+
+
+def _grouped(kernel: Any, all_rows: list[Row], coefficients: Tensor) -> dict[tuple[int, int, int], list[Row]]:
+    """Leaves by kind; those that the kernel cannot update where they lie are updated here and left out."""
+    groups: dict[tuple[int, int, int], list[Row]] = {}
+    for row in all_rows:
         p, m, v, g, half = row
         kind = _in_place_kind(p, m, v, g, coefficients, half)
         if kind is None or kernel is None:
             _apply_cpu_(p, m, v, g, coefficients, half)
         else:
             groups.setdefault(kind, []).append(row)
-    for kind, group in groups.items():
-        _apply_group_(kernel, kind, group, coefficients.contiguous())
+    return groups
 
 
 def _apply_group_(kernel: Any, kind: tuple[int, int, int], group: list[Row], coefficients: Tensor) -> None:
     """One call for all leaves of a kind."""
     params, mus, nus, grads, models = zip(*group, strict=True)
     written = [*params, *mus, *nus, *(x for x in models if x is not None)]
-    sizes = [x.numel() for x in params]
-    state = [x.data_ptr() for x in (*params, *mus, *nus)]
-    record = [*kind, 1, _threads(sum(sizes)), len(sizes), coefficients.data_ptr(), *sizes, *state]
-    record += [x.data_ptr() for x in grads]
-    record += state
-    record += [0 if x is None else x.data_ptr() for x in models]
+    sizes, addresses = list(map(Tensor.numel, params)), list(map(Tensor.data_ptr, (*params, *mus, *nus, *grads)))
+    halves = [0] * len(sizes) if models[0] is None else list(map(Tensor.data_ptr, models))
+    record = [*kind, 1, _threads(sum(sizes)), len(sizes), coefficients.data_ptr(), *sizes, *addresses]
+    record += addresses[: 3 * len(sizes)]
+    record += halves
     kernel(struct.pack(f"{len(record)}q", *record))
     increment_version(written)
 
@@ -271,10 +299,10 @@ def _adamw_autograd(keyset: Any, grad: Tensor, mu: Tensor, nu: Tensor, param: Te
 def _batched(info: Any, in_dims: tuple[int | None, ...], *arguments: Tensor) -> tuple[Three, tuple[int, ...]]:
     """Element by element, a batch of leaves is a leaf; where the coefficients differ, one call each."""
     batches = [x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(arguments, in_dims, strict=True)]
-    operator = torch.ops.functrain.adamw
+    one = torch.ops.functrain.adamw
     if in_dims[-1] is None:
-        return operator(*batches[:-1], arguments[-1]), (0, 0, 0)
-    update, mu, nu = zip(*(operator(*row) for row in zip(*batches, strict=True)), strict=True)
+        return one(*batches[:-1], arguments[-1]), (0, 0, 0)
+    update, mu, nu = zip(*(one(*row) for row in zip(*batches, strict=True)), strict=True)
     return (torch.stack(update), torch.stack(mu), torch.stack(nu)), (0, 0, 0)
 
 

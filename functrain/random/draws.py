@@ -4,10 +4,10 @@ import math
 
 import torch
 
-from functrain import random_truncation
 from functrain.kernels import integers_torch, threefry, threefry_torch
-from functrain.random_keys import OPERATORS, Shape, as_shape, check_key, fill, split
-from functrain.random_keys import key as key  # for the examples
+from functrain.random import truncation
+from functrain.random.keys import OPERATORS, Shape, as_shape, check_key, fill, split
+from functrain.random.keys import key as key  # for the examples
 
 Number = float | torch.Tensor
 
@@ -137,9 +137,9 @@ def truncated_normal(
     tensors = [x for x in ends if isinstance(x, torch.Tensor)]
     shape = as_shape(torch.broadcast_shapes(*(x.shape for x in tensors)) if shape is None else shape)
     _check_broadcast("truncated_normal", shape, *tensors)
-    values = uniform(key, shape, dtype, *(random_truncation.normal_range(x, dtype) for x in ends))
+    values = uniform(key, shape, dtype, *(truncation.normal_range(x, dtype) for x in ends))
     values = threefry.erfinv(values) * threefry_torch.rounded(math.sqrt(2.0), dtype)
-    return random_truncation.clamp_open(values, *ends)
+    return truncation.clamp_open(values, *ends)
 
 
 def exponential(key: torch.Tensor, shape: int | Shape = (), dtype: torch.dtype | None = None) -> torch.Tensor:

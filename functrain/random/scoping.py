@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from functrain.random_implicit import HANDLERS, Slices, Source, arguments
-from functrain.random_implicit import is_random as is_random
-from functrain.random_keys import check_key
+from functrain.random.implicit import HANDLERS, Slices, Source, arguments
+from functrain.random.implicit import is_random as is_random
+from functrain.random.keys import check_key
 from functrain.torch_internals import TorchDispatchMode, active_modes, backward_is_running, enclosing_vmaps, innermost_checkpoint, unwrap
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from functrain import random_draws as draws
 from functrain.kernels import integers_torch
-from functrain.random_keys import OPERATORS, fill
+from functrain.random import draws as draws
+from functrain.random.keys import OPERATORS, fill
 
 _aten = torch.ops.aten
 
