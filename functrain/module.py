@@ -148,9 +148,7 @@ class PureModule:
             return contextlib.nullcontext()
         drawing = _dropout(module) if train else None
         if drawing is not None:
-            raise ValueError(
-                f"{self.name}.apply(train=True) needs random numbers for {drawing}: pass `key=` (see ft.random), or train=False"
-            )
+            raise ValueError(f"{self.name}.apply(train=True) draws random numbers for {drawing}: pass `key=` (see ft.random)")
         return _NoDraws(self.name)
 
 
