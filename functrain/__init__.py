@@ -4,13 +4,35 @@ This file is the table of contents.
 """
 
 # Trees, and values that live in them
-# Optimizers, losses
+from functrain import tree as tree
+from functrain import random as random
+from functrain.tree import Mean as Mean
+from functrain.tree import field as field
+from functrain.tree import struct as struct
+
+# Transformations of functions
+from functrain.transforms import grad as grad
+from functrain.transforms import value_and_grad as value_and_grad
+from functrain.transforms import jvp as jvp
+from functrain.transforms import vjp as vjp
+from functrain.batching import vmap as vmap
+from functrain.accumulate import accumulate as accumulate
+from functrain.remat import remat as remat
+from functrain.remat import remat_policies as remat_policies
+from functrain.tiled import tiled as tiled
+
+# Modules, losses, layers, optimizers
+from functrain import layers as layers
 from functrain import losses as losses
 from functrain import optim as optim
-from functrain import random as random
-from functrain import tree as tree
-from functrain.accumulate import accumulate as accumulate
-from functrain.batching import vmap as vmap
+from functrain.module import from_module as from_module
+
+# Precision and state
+from functrain.precision import DynamicScale as DynamicScale
+from functrain.precision import Precision as Precision
+from functrain.precision import StaticScale as StaticScale
+from functrain.precision import all_finite as all_finite
+from functrain.state import TrainState as TrainState
 
 # Capture and compilation
 from functrain.compile.abstract import ShapeDtypeStruct as ShapeDtypeStruct
@@ -19,23 +41,3 @@ from functrain.compile.errors import CaptureError as CaptureError
 from functrain.compile.errors import DonatedError as DonatedError
 from functrain.compile.jit import disable_jit as disable_jit
 from functrain.compile.jit import jit as jit
-
-# Modules, precision, state
-from functrain.module import from_module as from_module
-from functrain.precision import DynamicScale as DynamicScale
-from functrain.precision import Precision as Precision
-from functrain.precision import StaticScale as StaticScale
-from functrain.precision import all_finite as all_finite
-from functrain.remat import remat as remat
-from functrain.remat import remat_policies as remat_policies
-from functrain.state import TrainState as TrainState
-from functrain.tiled import tiled as tiled
-
-# Transformations of functions
-from functrain.transforms import grad as grad
-from functrain.transforms import jvp as jvp
-from functrain.transforms import value_and_grad as value_and_grad
-from functrain.transforms import vjp as vjp
-from functrain.tree import Mean as Mean
-from functrain.tree import field as field
-from functrain.tree import struct as struct
