@@ -1,22 +1,13 @@
 """Adam and AdamW: one fused operator a leaf (`functrain.kernels.adamw`), its scalars computed once for all leaves."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from functrain import tree
 from functrain.kernels.adamw import coefficients
-from functrain.optim.base import (
-    GradientTransformation,
-    ScalarOrSchedule,
-    increment,
-    map_rows,
-    need_params,
-    transformation,
-    value_at,
-    zero_count,
-    zeros,
-)
+from functrain.optim.base import GradientTransformation, ScalarOrSchedule, increment, map_rows, need_params, value_at, zero_count
 from functrain.optim.masks import Mask, as_mask
 from functrain.tree import PyTree, struct
 
@@ -54,7 +45,7 @@ def scale_by_adam(
     >>> updates["w"].round(decimals=4)
     tensor([1.])
     """
-    return _adam("scale_by_adam", -1.0, b1, b2, eps, eps_root, mu_dtype, nesterov)
+    return _adam(-1.0, b1, b2, eps, eps_root, mu_dtype, nesterov, 0.0, None)
 
 
 def adam(
@@ -74,7 +65,7 @@ def adam(
     >>> updates["w"].round(decimals=4)
     tensor([-0.1000])
     """
-    return _adam("adam", learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov)
+    return _adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov, 0.0, None)
 
 
 def adamw(
@@ -99,7 +90,7 @@ def adamw(
         eps_root: added inside it.
         mu_dtype: dtype of the mean; the param's where None.
         weight_decay: times the learning rate and the param, subtracted.
-        mask: which leaves decay, as `masked` takes it; all where None.
+        mask: which leaves decay: a tree of bools, a function of the params, or path patterns; all where None.
         nesterov: Nesterov's momentum.
 
     >>> tx = adamw(0.1, weight_decay=0.5)
@@ -108,11 +99,10 @@ def adamw(
     >>> updates["w"].round(decimals=4), tree.paths(state)
     (tensor([-0.1500]), ['count', 'mu/w', 'nu/w'])
     """
-    return _adam("adamw", learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov, weight_decay, mask)
+    return _adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov, weight_decay, mask)
 
 
 def _adam(
-    name: str,
     learning_rate: ScalarOrSchedule,
     b1: Any,
     b2: Any,
@@ -120,49 +110,38 @@ def _adam(
     eps_root: Any,
     mu_dtype: torch.dtype | None,
     nesterov: bool,
-    weight_decay: Any = 0.0,
-    mask: Mask = None,
+    weight_decay: Any,
+    mask: Mask,
 ) -> GradientTransformation:
     decays = isinstance(weight_decay, torch.Tensor) or weight_decay != 0
-    step = _nesterov if nesterov else torch.ops.functrain.adamw
 
     def init(params: PyTree) -> AdamState:
-        return AdamState(zero_count(params), zeros(name, params, mu_dtype), zeros(name, params))
+        mu = tree.map(lambda p: torch.zeros_like(p, dtype=mu_dtype or p.dtype, requires_grad=False), params)
+        return AdamState(zero_count(params), mu, tree.map(lambda p: torch.zeros_like(p, requires_grad=False), params))
 
     def update(grads: PyTree, state: AdamState, params: PyTree = None) -> tuple[PyTree, AdamState]:
         count = increment(state.count)
-        numbers = (value_at(learning_rate, state.count), b1, b2, eps, eps_root)
-        rate, *shared = (_on(count.device, x) for x in numbers)
-        options = dict(zip(("b1", "b2", "eps", "eps_root"), shared, strict=True), step=count)
-        if decays:
-            need_params(name, params)
-        # Without decay the values of the params do not matter, only their dtype: nu has it.
-        columns = (grads, state.mu, state.nu, state.nu if params is None else params)
-        scalars = coefficients(rate, **options, weight_decay=_on(count.device, weight_decay))
-        if decays and mask is not None:
-            plain = coefficients(rate, **options)
-            chosen = tree.map(lambda keep: scalars if keep else plain, as_mask(mask, params))
-            results = map_rows(step, 3, *columns, chosen)
-        else:
-            results = map_rows(lambda *leaves: step(*leaves, scalars), 3, *columns)
-        updates, mu, nu = results
+        rate = value_at(learning_rate, state.count)
+        shared = {"step": count, "b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root}
+        plain = coefficients(rate, **shared)
+        decayed = coefficients(rate, **shared, weight_decay=weight_decay) if decays else plain
+        like = need_params("adamw", params) if decays else grads
+        chosen = tree.map(lambda keep: decayed if keep else plain, as_mask(mask, like)) if decays else tree.map(lambda g: plain, grads)
+        step: Callable[..., tuple[torch.Tensor, ...]] = _nesterov if nesterov else _fused
+        updates, mu, nu = map_rows(step, 3, grads, state.mu, state.nu, like, chosen)
         return updates, AdamState(count, mu, nu)
 
-    return transformation(init, update)
+    return GradientTransformation(init, update)
 
 
-def _on(device: torch.device, value: float | torch.Tensor) -> torch.Tensor:
-    """A number as a scalar on the device where the count is, so that the coefficients can be put together there."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    return torch.full((), value, dtype=torch.float64, device=device)
+def _fused(grad: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, param: torch.Tensor, scalars: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.ops.functrain.adamw(grad, mu, nu, param, scalars))
 
 
 def _nesterov(
     grad: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, param: torch.Tensor, scalars: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     lr, b1, b2, eps, eps_root, decay, c1, c2, _ = scalars.unbind()
-    grad = grad.to(torch.promote_types(grad.dtype, nu.dtype))
     mean, squares = b1 * mu + (1 - b1) * grad, b2 * nu + (1 - b2) * grad * grad
     ahead = 1 - (1 - c1) * b1  # 1 - b1 ** (t + 1)
     corrected = b1 * mean / ahead + (1 - b1) * grad / c1
