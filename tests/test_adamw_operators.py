@@ -25,17 +25,42 @@ def many(dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
     return [list(column) for column in zip(*rows, strict=True)]
 
 
+def alike(dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
+    """Columns of leaves that share dtype and layout, and differ in shape."""
+    rows = [leaf(shape, dtype, torch.bfloat16, seed) for seed, shape in enumerate([(3, 5), 40_000, (), (17,)])]
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def crossed() -> list[list[Tensor]]:
+    """As `alike`, but one gradient lies in memory in another order than its parameter."""
+    params, mus, nus, grads = alike()
+    return [params, mus, nus, [grads[0].t().contiguous().t(), *grads[1:]]]
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("half", [None, torch.bfloat16])
-def test_many_leaves_at_once_are_each_leaf_alone(half: torch.dtype | None, threads: int) -> None:
+@pytest.mark.parametrize("leaves", [many, alike, crossed])
+def test_many_leaves_at_once_are_each_leaf_alone(leaves: Callable, half: torch.dtype | None, threads: int) -> None:
     torch.set_num_threads(threads)
-    params, mus, nus, grads = many()
+    params, mus, nus, grads = leaves()
     models = [] if half is None else [torch.zeros(x.shape, dtype=half) for x in params]
     c = coefficients(**USUAL)
     expected = [OPERATORS.adamw_apply(*row, c) for row in zip(params, mus, nus, grads, strict=True)]
     assert OPERATORS.adamw_apply_many_(params, mus, nus, grads, c, models) is None
     assert_trees_equal([params, mus, nus], [list(column) for column in zip(*expected, strict=True)])
     assert_trees_equal(models, [x.to(half) for x in params] if half else [])
+
+
+def test_no_leaves_are_no_work() -> None:
+    OPERATORS.adamw_apply_many_([], [], [], [], coefficients(**USUAL), [])
+
+
+@pytest.mark.parametrize("leaves", [many, alike])
+def test_a_shape_that_differs_in_a_list_is_named(leaves: Callable) -> None:
+    params, mus, nus, grads = leaves()
+    mus[1] = torch.zeros(11)
+    with pytest.raises(ValueError, match=r"mu \[11\]"):
+        OPERATORS.adamw_apply_many_(params, mus, nus, grads, coefficients(**USUAL), [])
 
 
 def test_lists_of_different_lengths_are_refused() -> None:
