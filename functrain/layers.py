@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from functrain import tree
-from functrain.random.draws import dropout
-from functrain.random.keys import fold_in
+from functrain.random.keys import OPERATORS, fill, split
 from functrain.tiled import tiled
 from functrain.tree import Mean, PyTree
 
@@ -36,18 +35,18 @@ def mlp(
         x: [..., d].
         activation: element by element.
         dropout_rate: in [0, 1), of the hidden values.
-        key: `[2]`, for dropout.
+        key: `[2]`, for dropout; a token's mask depends on the key and on the token's place in `x` alone.
 
     Returns:
         [..., d].
 
     Raises:
-        ValueError: there is dropout, and no key.
+        ValueError: there is dropout, and no key, or the rate is out of range.
 
     >>> mlp({"up": torch.ones(2, 3), "down": torch.ones(3, 2)}, torch.ones(5, 2), activation=torch.relu)[0]
     tensor([6., 6.])
     """
-    return _down(params, _hidden(params, x, activation), dropout_rate, key)
+    return _mlp(params, x, activation, dropout_rate, _token_keys(x, dropout_rate, key))
 
 
 def tiled_mlp(
@@ -67,13 +66,13 @@ def tiled_mlp(
         chunks: how many; the tokens need not divide by it.
         activation: as for `mlp`.
         dropout_rate: as for `mlp`.
-        key: `[2]`; chunk j draws from `fold_in(key, j)`, so the masks depend on `chunks`.
+        key: as for `mlp`, with the same masks whatever `chunks` is.
 
     Returns:
         [..., tokens, d].
 
     Raises:
-        ValueError: `x` has no token dimension, or there is dropout, and no key.
+        ValueError: as `mlp`, or `x` has no token dimension.
 
     >>> params = {"gate": torch.ones(2, 3), "up": torch.ones(2, 3), "down": torch.ones(3, 2)}
     >>> torch.allclose(tiled_mlp(params, torch.ones(5, 2), chunks=2), mlp(params, torch.ones(5, 2)))
@@ -81,22 +80,31 @@ def tiled_mlp(
     """
     _check_tokens("tiled_mlp", x)
 
-    def chunk(part: torch.Tensor, params: PyTree, key: torch.Tensor | None) -> torch.Tensor:
-        return mlp(params, part, activation=activation, dropout_rate=dropout_rate, key=key)
+    def chunk(part: tuple[torch.Tensor, torch.Tensor | None], params: PyTree) -> torch.Tensor:
+        return _mlp(params, part[0], activation, dropout_rate, part[1])
 
-    return tiled(chunk, chunks, dim=-2, key_argnums=() if key is None else 2)(x, params, key)
-
-
-def _hidden(params: PyTree, x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    return activation(x @ params["gate"]) * (x @ params["up"]) if "gate" in params else activation(x @ params["up"])
+    result: torch.Tensor = tiled(chunk, chunks, dim=-2)((x, _token_keys(x, dropout_rate, key)), params)
+    return result
 
 
-def _down(params: PyTree, hidden: torch.Tensor, dropout_rate: float, key: torch.Tensor | None) -> torch.Tensor:
-    if dropout_rate:
-        if key is None:
-            raise ValueError(f"dropout_rate={dropout_rate} needs random numbers: pass `key=` (see ft.random)")
-        hidden = dropout(key, hidden, dropout_rate)
+def _mlp(params: PyTree, x: torch.Tensor, activation: Activation, dropout_rate: float, keys: torch.Tensor | None) -> torch.Tensor:
+    """`mlp` with a key for each token, [..., 2], or None where there is no dropout."""
+    hidden = activation(x @ params["gate"]) * (x @ params["up"]) if "gate" in params else activation(x @ params["up"])
+    if keys is not None:
+        keep = fill(OPERATORS.threefry_bernoulli, keys, hidden.shape[-1:], 1 - dropout_rate)
+        hidden = torch.where(keep, hidden * (1 / (1 - dropout_rate)), 0)
     return hidden @ params["down"]
+
+
+def _token_keys(x: torch.Tensor, dropout_rate: float, key: torch.Tensor | None) -> torch.Tensor | None:
+    """[..., 2] for x [..., d]: a key for each token, so that a chunk of tokens draws what it would draw in the whole."""
+    if not 0 <= dropout_rate < 1:
+        raise ValueError(f"dropout_rate must be in [0, 1), not {dropout_rate}")
+    if not dropout_rate:
+        return None
+    if key is None:
+        raise ValueError(f"dropout_rate={dropout_rate} needs random numbers: pass `key=` (see ft.random)")
+    return split(key, x.shape[:-1])
 
 
 # ---- mixture of experts
@@ -136,28 +144,20 @@ def moe(
         top_k: experts a token; their probabilities are scaled to the sum 1, as Mixtral does (Jiang et al. 2024, arXiv 2401.04088).
         activation: as for `mlp`.
         dropout_rate: as for `mlp`.
-        key: `[2]`, for dropout; expert i draws from `fold_in(key, i)`.
+        key: `[2]`, for dropout; a mask depends on the key, the expert and the token's place in `x` alone.
 
     Returns:
         (result [..., d], what the router decided).
 
     Raises:
-        ValueError: `top_k` is not between 1 and the number of experts, or there is dropout, and no key.
+        ValueError: `top_k` is not between 1 and the number of experts, or as `mlp`.
 
     >>> params = {"router": torch.ones(2, 4), "experts": {"up": torch.ones(4, 2, 3), "down": torch.ones(4, 3, 2)}}
     >>> y, routing = moe(params, torch.ones(5, 2), top_k=2, activation=torch.relu)
     >>> y[0], int(routing.tokens)
     (tensor([6., 6.]), 5)
     """
-    tokens = x.reshape(-1, x.shape[-1])
-    shares, routing = _route(params["router"], tokens, top_k)
-    total = torch.zeros_like(tokens)
-    for i in range(shares.shape[-1]):
-        expert = tree.map(lambda leaf, i=i: leaf[i], params["experts"])
-        own = None if key is None else fold_in(key, i)
-        result = mlp(expert, tokens, activation=activation, dropout_rate=dropout_rate, key=own)
-        total = total + shares[:, i : i + 1].to(result.dtype) * result
-    return total.reshape(x.shape), routing
+    return _moe(params, x, top_k, activation, dropout_rate, _token_keys(x, dropout_rate, key))
 
 
 def tiled_moe(
@@ -179,7 +179,7 @@ def tiled_moe(
         top_k: as for `moe`.
         activation: as for `moe`.
         dropout_rate: as for `moe`.
-        key: `[2]`; chunk j draws from `fold_in(key, j)`, so the masks depend on `chunks`.
+        key: as for `moe`, with the same masks whatever `chunks` is.
 
     Returns:
         (result [..., tokens, d], what the router decided on all tokens).
@@ -193,12 +193,27 @@ def tiled_moe(
     """
     _check_tokens("tiled_moe", x)
 
-    def chunk(part: torch.Tensor, params: PyTree, key: torch.Tensor | None) -> Any:
-        result, routing = moe(params, part, top_k=top_k, activation=activation, dropout_rate=dropout_rate, key=key)
+    def chunk(part: tuple[torch.Tensor, torch.Tensor | None], params: PyTree) -> Any:
+        result, routing = _moe(params, part[0], top_k, activation, dropout_rate, part[1])
         return result, [Mean(column, routing.tokens) for column in routing]  # a Mean's total is summed over the chunks
 
-    result, sums = tiled(chunk, chunks, dim=-2, key_argnums=() if key is None else 2)(x, params, key)
+    result, sums = tiled(chunk, chunks, dim=-2)((x, _token_keys(x, dropout_rate, key)), params)
     return result, Routing(*(column.total for column in sums))
+
+
+def _moe(
+    params: PyTree, x: torch.Tensor, top_k: int, activation: Activation, dropout_rate: float, keys: torch.Tensor | None
+) -> tuple[torch.Tensor, Routing]:
+    """`moe` with a key for each token, [..., 2], or None where there is no dropout."""
+    tokens = x.reshape(-1, x.shape[-1])
+    shares, routing = _route(params["router"], tokens, top_k)
+    total = torch.zeros_like(tokens)
+    for i in range(shares.shape[-1]):
+        expert = tree.map(lambda leaf, i=i: leaf[i], params["experts"])
+        own = None if keys is None else OPERATORS.threefry_fold_in(keys.reshape(-1, 2), torch.full((), i, device=keys.device))
+        result = _mlp(expert, tokens, activation, dropout_rate, own)
+        total = total + shares[:, i : i + 1].to(result.dtype) * result
+    return total.reshape(x.shape), routing
 
 
 def _route(router: torch.Tensor, tokens: torch.Tensor, top_k: int) -> tuple[torch.Tensor, Routing]:
@@ -223,7 +238,8 @@ def tiled_loss(loss: Callable[..., Mean], chunks: int, dim: int = 0) -> Callable
 
     Args:
         loss: `loss(tokens, *others) -> Mean`: `tokens` is a tree of tensors of one size along `dim` (hidden states and targets, say), and
-            others, such as params, are given whole to every chunk.
+            others, such as params, are given whole to every chunk. For random numbers that do not depend on `chunks`, let `tokens` hold a
+            key for each: `ft.random.split(key, targets.shape)`.
         chunks: how many; sizes need not divide by it.
         dim: the dimension to cut along; [batch, seq, ...] leaves are cut along the sequence by 1.
 
