@@ -110,8 +110,8 @@ def test_init_depends_on_the_key_alone_and_has_the_stated_scale() -> None:
     assert_trees_equal(params, gpt.init(config, ft.random.key(1)))
     assert not torch.equal(params["embed"], gpt.init(config, ft.random.key(2))["embed"])
     block = params["blocks"][0]
-    assert block["gate"].std() == pytest.approx(256**-0.5, rel=0.02)
-    assert block["down"].std() == pytest.approx((4 * 704) ** -0.5, rel=0.02)
+    assert block["gate"].std() == pytest.approx(192**-0.5, rel=0.02)
+    assert block["down"].std() == pytest.approx((4 * 512) ** -0.5, rel=0.02)
     assert not torch.equal(block["gate"], params["blocks"][1]["gate"])
 
 

@@ -30,13 +30,13 @@ Turns = tuple[torch.Tensor, torch.Tensor]
 class Config:
     """The architecture. Names of sizes are in `SIZES`; see `config`."""
 
-    vocab_size: int = 2048  # V, token ids are below it
-    context: int = 256  # S at most, tokens
+    vocab_size: int = 1024  # V, token ids are below it
+    context: int = 128  # S at most, tokens
     layers: int = 4  # blocks
-    d_model: int = 256  # D
-    heads: int = 4  # H; D / H is the width of a head
-    kv_heads: int = 2  # K, divides H; K = H is multi-head, K = 1 multi-query attention
-    d_ff: int = 704  # F
+    d_model: int = 192  # D
+    heads: int = 3  # H; D / H is the width of a head
+    kv_heads: int = 1  # K, divides H; K = H is multi-head, K = 1 multi-query attention
+    d_ff: int = 512  # F
     tied: bool = True  # whether the head is the embedding
     dropout: float = 0.0  # rate, on the embedding and on what each block adds; needs a key
     rope_base: float = 10000.0  # longest wavelength is about 2 pi times this, in tokens
@@ -62,7 +62,7 @@ class Config:
 
 SIZES: dict[str, dict[str, Any]] = {
     "nano": {"layers": 2, "d_model": 64, "heads": 2, "kv_heads": 1, "d_ff": 176, "context": 64, "vocab_size": 512},
-    "tiny": {"layers": 4, "d_model": 256, "heads": 4, "kv_heads": 2, "d_ff": 704, "context": 256, "vocab_size": 1024},
+    "tiny": {"layers": 4, "d_model": 192, "heads": 3, "kv_heads": 1, "d_ff": 512, "context": 128, "vocab_size": 1024},
     "small": {"layers": 6, "d_model": 384, "heads": 6, "kv_heads": 6, "d_ff": 1024, "context": 256, "vocab_size": 8192},
     "125m": {"layers": 12, "d_model": 768, "heads": 12, "kv_heads": 12, "d_ff": 2048, "context": 1024, "vocab_size": 32768},
     "350m": {"layers": 24, "d_model": 1024, "heads": 16, "kv_heads": 16, "d_ff": 2816, "context": 1024, "vocab_size": 32768},
@@ -77,7 +77,7 @@ def config(name: str, **changes: Any) -> Config:
     Raises:
         ValueError: no such size, or fields that do not fit each other.
 
-    >>> config("tiny", kv_heads=4).layers
+    >>> config("tiny", kv_heads=3).layers
     4
     """
     if name not in SIZES:
@@ -131,7 +131,7 @@ def count(config: Config) -> int:
     """How many params a model has, worked out from its shape alone.
 
     >>> count(config("tiny"))
-    3213568
+    1771200
     """
     width, heads = config.d_model, (config.heads + 2 * config.kv_heads) * config.head_width
     block = width * heads + width * width + 3 * width * config.d_ff + 2 * width
