@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import optree
@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from functrain import tree
+from functrain.random.implicit import arguments
 from functrain.random.scoping import current_scope, is_random, scope
-from functrain.torch_internals import TorchDispatchMode, transform_is_active
+from functrain.torch_internals import TorchDispatchMode, innermost_checkpoint, transform_is_active
 from functrain.tree import PyTree
 
 
@@ -31,6 +32,7 @@ def from_module(module: nn.Module, *, frozen: str | Iterable[str] = ()) -> "Pure
 
     Raises:
         ValueError: a pattern matches no param, or a param has no shape yet (a lazy module).
+        TypeError: the module holds something that cannot be copied.
 
     >>> model = from_module(nn.Linear(2, 3))
     >>> tree.paths(model.params)
@@ -67,7 +69,7 @@ class PureModule:
         self._writable = frozenset(buffers)
         self._dtypes = {name: held[name].dtype for name in trained}
         self._frozen = frozenset(frozen)
-        self._skeleton = _hollow(module)
+        self._skeleton, self._placeholders = _hollow(module)
         self._idle: dict[bool, list[nn.Module]] = {True: [], False: []}  # by mode; each call in flight takes one
 
     def __repr__(self) -> str:
@@ -91,16 +93,22 @@ class PureModule:
 
         Raises:
             StructureError: params or buffers differ in structure from this module's; names the path.
-            ValueError: the module draws random numbers, and no key is given nor a `random.scope` active.
+            ValueError: the module draws random numbers, and no key is given nor a `random.scope` active; or it writes into a param.
         """
-        values = self._values(params, buffers)
-        lent = {name: values[name].clone() for name in self._writable}  # the forward may write into these
-        before = {name: (x, _version(x)) for name, x in lent.items()}
-        values.update(lent)
-        with self._module(train) as module, self._randomness(module, key, train):
+        given = self._values(params, buffers)
+        lent = {name: given[name].clone() for name in self._writable}  # the forward may write into these
+        before = {name: _version(x) for name, x in lent.items()}
+        values = {**given, **lent}
+        module = self._borrowed(train)
+        watch = _Watch(self.name, {name: x for name, x in given.items() if name not in lent}, self._may_draw(module, key, train))
+        with contextlib.nullcontext() if key is None else scope(key), watch:
             output = torch.func.functional_call(module, values, args, kwargs, tie_weights=True)
+        if watch.recomputes:
+            _fill(module, {**given, **{name: given[name].clone() for name in lent}})
+        else:
+            self._idle[bool(train)].append(module)  # one that a call failed in is not used again
         # functional_call puts what the module holds afterwards into the mapping it was given
-        changed = {name for name, (x, version) in before.items() if values[name] is not x or _may_have_changed(x, version, train)}
+        changed = {name for name, x in lent.items() if values[name] is not x or _may_have_changed(x, before[name], train)}
         leaves, structure = tree.flatten(buffers)
         new = [values[name] if name in changed else x for name, x in zip(self._buffer_names[1], leaves, strict=True)]
         return _plain_output(output), tree.unflatten(structure, new)
@@ -133,23 +141,22 @@ class PureModule:
             others.update({name: others[name].to(casts.get(others[name].dtype)) for name in self._frozen})
         return {**trained, **others}
 
-    @contextlib.contextmanager
-    def _module(self, train: bool) -> Iterator[nn.Module]:
-        """A skeleton in this mode that no other call is using; one that a call failed in is not used again."""
-        idle = self._idle[bool(train)]
-        module = idle.pop() if idle else _in_mode(self._skeleton, train)
-        yield module
-        idle.append(module)
+    def _borrowed(self, train: bool) -> nn.Module:
+        """A skeleton in this mode that no other call is using."""
+        with contextlib.suppress(IndexError):
+            return self._idle[bool(train)].pop()
+        return _in_mode(self._skeleton, self._placeholders, train)
 
-    def _randomness(self, module: nn.Module, key: torch.Tensor | None, train: bool) -> contextlib.AbstractContextManager[Any]:
-        if key is not None:
-            return scope(key)
-        if current_scope() is not None:
-            return contextlib.nullcontext()
+    def _may_draw(self, module: nn.Module, key: torch.Tensor | None, train: bool) -> bool:
+        """Whether there is a key that random numbers come from."""
+        if key is not None or current_scope() is not None:
+            return True
         drawing = _dropout(module) if train else None
         if drawing is not None:
-            raise ValueError(f"{self.name}.apply(train=True) draws random numbers for {drawing}: pass `key=` (see ft.random)")
-        return _NoDraws(self.name)
+            raise ValueError(
+                f"{self.name}.apply(train=True) draws random numbers for {drawing}: pass `key=` (see ft.random), or train=False"
+            )
+        return False
 
 
 class Output(dict[str, Any]):
@@ -193,20 +200,37 @@ def _plain_output(output: Any) -> Any:
 # ---- the skeleton: the module without its values
 
 
-def _hollow(module: nn.Module) -> nn.Module:
-    """A copy whose params and buffers have shapes but no data; what is tied stays tied."""
+def _hollow(module: nn.Module) -> tuple[nn.Module, list[torch.Tensor]]:
+    """A copy whose params and buffers have shapes but no data, tied where they were; and all tensors in it."""
     memo: dict[int, Any] = {id(x): torch.empty_like(x, device="meta") for x in module.buffers()}
     for x in module.parameters():
         memo[id(x)] = nn.Parameter(torch.empty_like(x, device="meta"), requires_grad=x.requires_grad)
-    return copy.deepcopy(module, memo)
+    try:
+        skeleton = copy.deepcopy(module, memo)
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise TypeError(
+            f"from_module copies what {type(module).__name__} is made of, and a part of it cannot be copied: {error}. Keep such parts "
+            "(locks, files, results of a forward) out of the module, or give their class a `__deepcopy__`"
+        ) from error
+    return skeleton, [x for x in memo.values() if isinstance(x, torch.Tensor)]
 
 
-def _in_mode(skeleton: nn.Module, train: bool) -> nn.Module:
-    module = copy.deepcopy(skeleton).train(bool(train))
+def _in_mode(skeleton: nn.Module, placeholders: list[torch.Tensor], train: bool) -> nn.Module:
+    """A copy in train or eval mode that shares the tensors: none is made, so it may happen while a function is captured."""
+    module = copy.deepcopy(skeleton, {id(x): x for x in placeholders}).train(bool(train))
     if train and skeleton.training:
         for original, sub in zip(skeleton.modules(), module.modules(), strict=True):
             sub.training = original.training
     return module
+
+
+def _fill(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Put values into a module for good: a backward pass will run parts of it again."""
+    named = {id(x): values[name] for name, x in (*module.named_parameters(), *module.named_buffers())}
+    for sub in module.modules():
+        for name, x in (*sub.named_parameters(recurse=False), *sub.named_buffers(recurse=False)):
+            delattr(sub, name)
+            setattr(sub, name, named[id(x)])
 
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -220,21 +244,46 @@ def _dropout(module: nn.Module) -> str | None:
     return None
 
 
-class _NoDraws(TorchDispatchMode):
-    """Refuses what would be drawn from torch's global generator."""
+class _Watch(TorchDispatchMode):
+    """Sees what a forward does: refuses what a pure function cannot do, and notes what a backward pass will do again."""
+
+    supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, params: Mapping[str, torch.Tensor], may_draw: bool) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.may_draw = name, may_draw
+        # what torch.func wraps has no storage to tell it by
+        self.params = {} if transform_is_active() else {_storage(x): name for name, x in params.items()}
+        self.around = innermost_checkpoint()
+        self.recomputes = False  # whether a `torch.utils.checkpoint` (or `remat`) was inside the forward
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if is_random(operation, args, kwargs or {}):
+        kwargs = kwargs or {}
+        if not self.may_draw and is_random(operation, args, kwargs):
             raise ValueError(f"{self.name}.apply draws random numbers ({operation}): pass `key=` (see ft.random)")
-        return operation(*args, **(kwargs or {}))
+        self._check_writes(operation, args, kwargs)
+        self.recomputes = self.recomputes or innermost_checkpoint() not in (None, self.around)
+        return operation(*args, **kwargs)
+
+    def _check_writes(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not (self.params and isinstance(operation, torch._ops.OpOverload) and operation._schema.is_mutable):
+            return
+        given = arguments(operation, args, kwargs)
+        written = [given[a.name] for a in operation._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        for name in (self.params.get(_storage(x)) for x in tree.tensors(written)):
+            if name is not None:
+                raise ValueError(
+                    f"{self.name}'s forward writes into its param {_path(name)} ({operation}), and a pure function leaves its arguments as "
+                    "they are. Turn that off (`max_norm` of an embedding, say), or make it a buffer"
+                )
+
+
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
 
 
 # ---- names
