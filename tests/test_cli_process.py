@@ -27,7 +27,7 @@ def command(*words: str) -> list[str]:
 
 
 def test_a_run_on_the_standard_library_and_a_sample_of_it(tmp_path: Path, environment: dict[str, str]) -> None:
-    train = command("train", *NANO, "--steps", "40", "--out", "run")
+    train = command("train", *NANO, "--steps", "40", "--held-out", "0.003", "--out", "run")
     done = subprocess.run(train, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert re.search(r"validation loss: \d\.\d+ nats a token; interpolated bigram model: \d\.\d+; the model is", done.stdout)
