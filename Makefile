@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
 .PHONY: train test test-fast check format bench clean
 
 train: $(VENV)/core.stamp
-	$(BIN)/functrain train --out runs/train
+	$(BIN)/functrain train
 
 test: check
 	$(PYTEST)

@@ -38,10 +38,8 @@ def _difference(path: str, actual: Any, expected: Any, rtol: float, atol: float,
     where = f"{path or '(root)'}" + (f" rank {rank}" if rank is not None else "")
     if a.shape != e.shape:
         return f"{where}: shape {a.shape} against {e.shape}"
-    if a.dtype.kind not in "fc":
-        wrong = a != e
-    else:
-        wrong = ~np.isclose(a, e, rtol=rtol, atol=atol, equal_nan=True)
+    exact = a.dtype.kind not in "fc"
+    wrong = a != e if exact else ~np.isclose(a, e, rtol=rtol, atol=atol, equal_nan=True)
     if not wrong.any():
         return None
     gap = np.abs(a.astype(np.float64) - e.astype(np.float64)) if a.dtype.kind != "b" else wrong.astype(float)
