@@ -241,6 +241,14 @@ def test_a_disk_without_room_for_the_weights_stops_the_run_without_half_a_file(p
     assert sorted(path.name for path in (place / "run").iterdir()) == ["config.json", "metrics.jsonl", "tokenizer.json"]
 
 
+def test_a_file_is_replaced_and_never_written_in_place(tmp_path: Path) -> None:
+    path, reader = tmp_path / "x.txt", tmp_path / "reader"
+    path.write_text("before")
+    os.link(path, reader)  # as one who has the old file open
+    write_whole(path, lambda scratch: scratch.write_text("after"))
+    assert (path.read_text(), reader.read_text()) == ("after", "before")
+
+
 def test_a_file_that_cannot_be_written_whole_is_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "x.txt"
     path.write_text("before")

@@ -157,6 +157,11 @@ def test_many_documents_are_held_out_whole_and_copies_stay_together() -> None:
     assert 0.05 < len(validation) / (len(train) + len(validation)) < 0.15
 
 
+def test_at_least_one_document_is_held_out() -> None:
+    train, validation = divided(of_texts(*(f"document {i}" for i in range(30))), fraction=0.001)
+    assert (train.count("|"), validation.count("|")) == (29, 1)
+
+
 def test_the_choice_of_documents_depends_on_content_not_on_order() -> None:
     texts = [f"document {i} {'x' * (i % 7)}" for i in range(50)]
     sides = [divided(of_texts(*order)) for order in (texts, texts[::-1])]

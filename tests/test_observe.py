@@ -150,6 +150,7 @@ def test_on_a_terminal_progress_is_a_bar() -> None:
     stream = Terminal()
     with make_progress(4, stream) as progress:
         assert isinstance(progress, Bar)
+        assert "capturing the step" in stream.getvalue()
         progress.update(2, 3.25, 1000)
         progress.say("validation [1.0]")
     shown = stream.getvalue()

@@ -81,17 +81,17 @@ class Bar:
         columns: list[Any] = [
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s"),
+            TextColumn("{task.description}"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
         ]
         self._bar = RichProgress(*columns, console=Console(file=stream, force_terminal=True), speed_estimate_period=30)
-        self._task = self._bar.add_task("training", total=steps, loss=float("nan"), rate=0.0)
+        self._task = self._bar.add_task("capturing the step", total=steps)
 
     def update(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Move the bar."""
-        self._bar.update(self._task, completed=step, loss=loss, rate=tokens_per_second)
+        self._bar.update(self._task, completed=step, description=f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s")
 
     def say(self, message: str) -> None:
         """Print a line above the bar."""
