@@ -137,3 +137,23 @@ def test_a_bfloat16_step_stays_near_the_float32_one() -> None:
     found = ft.value_and_grad(loss_of(model), precision=ft.Precision(compute=torch.bfloat16))(model.params, model.buffers, batch)
     assert_trees_close(found[0], exact[0], rtol=5e-3)
     assert_gradients_close(found[1], dict(tree.leaves_with_path(exact[1])), 0.1)
+
+
+def test_layers_that_rematerialize_themselves_have_the_same_gradients() -> None:
+    module, batch = example("llama")
+    module(**batch).loss.backward()
+    expected = {path: p.grad for path, p in by_path(module).items()}
+    module.config.attention_dropout = 0.0
+    for layer in module.model.layers:
+        layer.self_attn.attention_dropout = 0.0
+    module.activation_checkpointing_enable()
+    model = from_module(module)
+    loss_fn = lambda params: model.apply(params, model.buffers, **batch, use_cache=False, train=True)[0].loss  # noqa: E731
+    for run in (ft.grad(loss_fn), ft.jit(ft.grad(loss_fn))):
+        assert_gradients_close(run(model.params), expected, 5e-7)
+    products = [n for n in ft.jit(ft.grad(loss_fn)).lower(model.params).captured.graph.nodes if n.target is torch.ops.aten.mm.default]
+    module.activation_checkpointing_disable()
+    plain = from_module(module)
+    whole = lambda params: plain.apply(params, plain.buffers, **batch, use_cache=False, train=True)[0].loss  # noqa: E731
+    kept = [n for n in ft.jit(ft.grad(whole)).lower(plain.params).captured.graph.nodes if n.target is torch.ops.aten.mm.default]
+    assert len(products) > len(kept)  # the layers' products are computed twice
