@@ -22,7 +22,7 @@ class TrainSettings:
     held_out: float = 0.03  # fraction of the text for validation
     seq: int | None = None  # tokens in a row; None: the model's context
     dropout: float = 0.0  # rate
-    steps: int = 450  # optimizer steps
+    steps: int = 350  # optimizer steps
     minutes: float | None = None  # of training, after which the run ends early
     batch: int = 16  # rows in a batch
     microbatches: int = 1  # parts that a batch is worked through in
