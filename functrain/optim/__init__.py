@@ -1,5 +1,8 @@
 """Optimizers as pairs of pure functions, (init, update), with Optax's names and meaning. This file is the table of contents."""
 
+from functrain.optim.accumulation import multi_steps as multi_steps
+from functrain.optim.accumulation import skip_large_updates as skip_large_updates
+from functrain.optim.accumulation import skip_not_finite as skip_not_finite
 from functrain.optim.adafactor import adafactor as adafactor
 from functrain.optim.adafactor import clip_by_block_rms as clip_by_block_rms
 from functrain.optim.adafactor import scale_by_factored_rms as scale_by_factored_rms
@@ -9,13 +12,13 @@ from functrain.optim.adam import adam as adam
 from functrain.optim.adam import adamw as adamw
 from functrain.optim.adam import scale_by_adam as scale_by_adam
 from functrain.optim.averages import ema as ema
-from functrain.optim.averages import multi_steps as multi_steps
 from functrain.optim.base import EmptyState as EmptyState
 from functrain.optim.base import GradientTransformation as GradientTransformation
 from functrain.optim.base import apply_updates as apply_updates
 from functrain.optim.base import chain as chain
 from functrain.optim.base import identity as identity
 from functrain.optim.base import scale as scale
+from functrain.optim.base import set_to_zero as set_to_zero
 from functrain.optim.clipping import clip as clip
 from functrain.optim.clipping import clip_by_global_norm as clip_by_global_norm
 from functrain.optim.groups import masked as masked

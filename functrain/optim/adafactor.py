@@ -16,7 +16,9 @@ from functrain.optim.base import (
     need_params,
     scale,
     stateless,
+    transformation,
     zero_count,
+    zeros,
 )
 from functrain.optim.masks import Mask
 from functrain.optim.scaling import add_decayed_weights, scale_by_learning_rate
@@ -56,13 +58,13 @@ def scale_by_factored_rms(
     """
 
     def init(params: PyTree) -> FactoredState:
-        def one(p: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def one(p: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
             dims, nothing = _factored_dims(tuple(p.shape), factored, min_dim_size_to_factor), p.new_zeros(1)
             if dims is None:
-                return nothing, nothing.clone(), torch.zeros_like(p, requires_grad=False)
+                return nothing, nothing.clone(), whole
             return p.new_zeros(_without(p.shape, dims[1])), p.new_zeros(_without(p.shape, dims[0])), nothing
 
-        return FactoredState(zero_count(params), *map_rows(one, 3, params))
+        return FactoredState(zero_count(params), *map_rows(one, 3, params, zeros("adafactor", params)))
 
     def update(grads: PyTree, state: FactoredState, params: PyTree = None) -> tuple[PyTree, FactoredState]:
         need_params("scale_by_factored_rms", params)
@@ -84,7 +86,7 @@ def scale_by_factored_rms(
         updates, rows, columns, rest = map_rows(one, 4, grads, state.v_row, state.v_col, state.v, params)
         return updates, FactoredState(increment(state.count), rows, columns, rest)
 
-    return GradientTransformation(init, update)
+    return transformation(init, update)
 
 
 def _factored_dims(shape: tuple[int, ...], factored: bool, least: int) -> tuple[int, int] | None:

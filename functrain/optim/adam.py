@@ -5,11 +5,22 @@ from typing import Any
 
 import torch
 
-from functrain import tree
 from functrain.kernels.adamw import coefficients
-from functrain.optim.base import GradientTransformation, ScalarOrSchedule, increment, map_rows, need_params, value_at, zero_count
+from functrain.optim.base import (
+    GradientTransformation,
+    ScalarOrSchedule,
+    increment,
+    map_rows,
+    need_params,
+    transformation,
+    value_at,
+    zero_count,
+    zeros,
+)
 from functrain.optim.masks import Mask, as_mask
 from functrain.tree import PyTree, struct
+
+Step = Callable[..., tuple[torch.Tensor, ...]]  # (grad, mu, nu, param) -> (update, mu, nu)
 
 
 @struct
@@ -45,7 +56,7 @@ def scale_by_adam(
     >>> updates["w"].round(decimals=4)
     tensor([1.])
     """
-    return _adam(-1.0, b1, b2, eps, eps_root, mu_dtype, nesterov, 0.0, None)
+    return _adam("scale_by_adam", -1.0, b1, b2, eps, eps_root, mu_dtype, nesterov)
 
 
 def adam(
@@ -65,7 +76,7 @@ def adam(
     >>> updates["w"].round(decimals=4)
     tensor([-0.1000])
     """
-    return _adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov, 0.0, None)
+    return _adam("adam", learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov)
 
 
 def adamw(
@@ -90,19 +101,21 @@ def adamw(
         eps_root: added inside it.
         mu_dtype: dtype of the mean; the param's where None.
         weight_decay: times the learning rate and the param, subtracted.
-        mask: which leaves decay: a tree of bools, a function of the params, or path patterns; all where None.
+        mask: which leaves decay, as `masked` takes it; all where None.
         nesterov: Nesterov's momentum.
 
+    >>> from functrain import tree
     >>> tx = adamw(0.1, weight_decay=0.5)
     >>> params = {"w": torch.ones(1)}
     >>> updates, state = tx.update({"w": torch.tensor([3.0])}, tx.init(params), params)
     >>> updates["w"].round(decimals=4), tree.paths(state)
     (tensor([-0.1500]), ['count', 'mu/w', 'nu/w'])
     """
-    return _adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov, weight_decay, mask)
+    return _adam("adamw", learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov, weight_decay, mask)
 
 
 def _adam(
+    name: str,
     learning_rate: ScalarOrSchedule,
     b1: Any,
     b2: Any,
@@ -110,40 +123,60 @@ def _adam(
     eps_root: Any,
     mu_dtype: torch.dtype | None,
     nesterov: bool,
-    weight_decay: Any,
-    mask: Mask,
+    weight_decay: Any = 0.0,
+    mask: Mask = None,
 ) -> GradientTransformation:
     decays = isinstance(weight_decay, torch.Tensor) or weight_decay != 0
+    make_step = _nesterov if nesterov else _fused
 
     def init(params: PyTree) -> AdamState:
-        mu = tree.map(lambda p: torch.zeros_like(p, dtype=mu_dtype or p.dtype, requires_grad=False), params)
-        return AdamState(zero_count(params), mu, tree.map(lambda p: torch.zeros_like(p, requires_grad=False), params))
+        return AdamState(zero_count(params), zeros(name, params, mu_dtype), zeros(name, params))
 
     def update(grads: PyTree, state: AdamState, params: PyTree = None) -> tuple[PyTree, AdamState]:
         count = increment(state.count)
-        rate = value_at(learning_rate, state.count)
-        shared = {"step": count, "b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root}
-        plain = coefficients(rate, **shared)
-        decayed = coefficients(rate, **shared, weight_decay=weight_decay) if decays else plain
-        like = need_params("adamw", params) if decays else grads
-        chosen = tree.map(lambda keep: decayed if keep else plain, as_mask(mask, like)) if decays else tree.map(lambda g: plain, grads)
-        step: Callable[..., tuple[torch.Tensor, ...]] = _nesterov if nesterov else _fused
-        updates, mu, nu = map_rows(step, 3, grads, state.mu, state.nu, like, chosen)
+        numbers = (value_at(learning_rate, state.count), b1, b2, eps, eps_root, weight_decay)
+        rate, *rest = (_on(count.device, x) for x in numbers)
+        options: dict[str, Any] = dict(zip(("b1", "b2", "eps", "eps_root", "weight_decay"), rest, strict=True), step=count)
+        if decays:
+            need_params(name, params)
+        # Without decay the values of the params do not matter, only their dtype: nu has it.
+        columns = (grads, state.mu, state.nu, state.nu if params is None else params)
+        step = make_step(coefficients(rate, **options))
+        if decays and mask is not None:
+            plain = make_step(coefficients(rate, **{**options, "weight_decay": 0.0}))
+            keep = as_mask(mask, params)
+            results = map_rows(lambda *row: (step if row[-1] else plain)(*row[:-1]), 3, *columns, keep)
+        else:
+            results = map_rows(step, 3, *columns)
+        updates, mu, nu = results
         return updates, AdamState(count, mu, nu)
 
-    return GradientTransformation(init, update)
+    return transformation(init, update)
 
 
-def _fused(grad: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, param: torch.Tensor, scalars: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.ops.functrain.adamw(grad, mu, nu, param, scalars))
+def _on(device: torch.device, value: float | torch.Tensor) -> torch.Tensor:
+    """A number as a scalar on the device where the count is, so that the coefficients can be put together there."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
-def _nesterov(
-    grad: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, param: torch.Tensor, scalars: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def _fused(scalars: torch.Tensor) -> Step:
+    """Adam for one leaf as one operator."""
+    return lambda grad, mu, nu, param: torch.ops.functrain.adamw(grad, mu, nu, param, scalars)
+
+
+def _nesterov(scalars: torch.Tensor) -> Step:
+    """Adam with Nesterov's momentum for one leaf."""
     lr, b1, b2, eps, eps_root, decay, c1, c2, _ = scalars.unbind()
-    mean, squares = b1 * mu + (1 - b1) * grad, b2 * nu + (1 - b2) * grad * grad
-    ahead = 1 - (1 - c1) * b1  # 1 - b1 ** (t + 1)
-    corrected = b1 * mean / ahead + (1 - b1) * grad / c1
-    update = -lr * (corrected / (torch.sqrt(squares / c2 + eps_root) + eps) + decay * param)
-    return update.to(param.dtype), mean.to(mu.dtype), squares.to(nu.dtype)
+    descent, new1, new2 = -lr, 1 - b1, 1 - b2
+    from_mean = b1 / (1 - (1 - c1) * b1)  # 1 - b1 ** (t + 1)
+    from_grad = new1 / c1
+
+    def step(grad: torch.Tensor, mu: torch.Tensor, nu: torch.Tensor, param: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        grad = grad.to(torch.promote_types(grad.dtype, nu.dtype))
+        mean, squares = b1 * mu + new1 * grad, b2 * nu + new2 * grad * grad
+        direction = (from_mean * mean + from_grad * grad) / (torch.sqrt(squares / c2 + eps_root) + eps)
+        return (descent * (direction + decay * param)).to(param.dtype), mean.to(mu.dtype), squares.to(nu.dtype)
+
+    return step

@@ -3,7 +3,7 @@
 import torch
 
 from functrain import tree
-from functrain.optim.base import GradientTransformation, stateless
+from functrain.optim.base import GradientTransformation, stateless, times
 from functrain.tree import PyTree
 
 
@@ -19,8 +19,9 @@ def clip(max_delta: float) -> GradientTransformation:
 def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     """Scale all gradients together so that their common Euclidean norm is at most `max_norm` (Pascanu et al. 2013, arXiv 1211.5063).
 
-    Each leaf is multiplied once by one shared factor, which the compiler folds into a fused optimizer. `tree.global_norm(grads)` as a
-    metric beside it computes the same values.
+    Each leaf is multiplied once by one shared factor, which the compiler folds into a fused optimizer. The norm is `tree.global_norm` of
+    the gradients: one reduction a leaf, and one over the leaves. As a metric, take `tree.global_norm(grads)` of the same gradients: in a
+    captured step these are the same operations on the same inputs, so a compiler that merges equal ones computes them once.
 
     >>> tx = clip_by_global_norm(1.0)
     >>> tx.update({"w": torch.tensor([3.0, 4.0])}, tx.init({}))[0]["w"]
@@ -30,6 +31,6 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     def scaled(grads: PyTree, params: PyTree) -> PyTree:
         norm = tree.global_norm(grads)
         factor = torch.where(norm < max_norm, torch.ones_like(norm), max_norm / norm)
-        return tree.map(lambda g: g * factor, grads)
+        return times(grads, factor)
 
     return stateless(scaled)

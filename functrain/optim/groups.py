@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from functrain import tree
-from functrain.optim.base import GradientTransformation
-from functrain.optim.masks import Mask, as_labels, as_mask
+from functrain.optim.base import GradientTransformation, transformation
+from functrain.optim.masks import Mask, as_mask, per_leaf
 from functrain.tree import PyTree, struct
 
 
@@ -21,7 +21,11 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
 
     Args:
         inner: the transformation.
-        mask: a tree of bools, a function of the params, or path patterns.
+        mask: a tree of bools, which may stop above the leaves; a function of the params that returns one; a path pattern or a list of
+            them; or ``{pattern: bool}``, first match wins.
+
+    Raises:
+        ValueError: a pattern matches no leaf.
 
     >>> import torch
     >>> from functrain.optim import scale
@@ -40,7 +44,7 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
         rest = tree.map(lambda k, g: None if k else g, keep, grads)
         return tree.combine(changed, rest), MaskedState(inner_state)
 
-    return GradientTransformation(init, update)
+    return transformation(init, update)
 
 
 def _kept(keep: PyTree, values: PyTree) -> PyTree:
@@ -62,7 +66,7 @@ def multi_transform(transforms: Mapping[Any, GradientTransformation], param_labe
         param_labels: group name of each leaf: a tree, a function of the params, or ``{path pattern: name}``, first match wins.
 
     Raises:
-        ValueError: a label that no transformation has; names the leaf.
+        ValueError: a label that no transformation has, or a leaf without one; names the leaf.
 
     >>> import torch
     >>> from functrain.optim import scale
@@ -73,7 +77,7 @@ def multi_transform(transforms: Mapping[Any, GradientTransformation], param_labe
     """
 
     def groups(params: PyTree) -> dict[Any, GradientTransformation]:
-        labels = as_labels(param_labels, params)
+        labels = per_leaf(param_labels, params)
         for path, label in tree.leaves_with_path(labels):
             if label not in transforms:
                 raise ValueError(f"{path} is in group {label!r}, but there are only {', '.join(map(repr, transforms))}")
@@ -88,4 +92,4 @@ def multi_transform(transforms: Mapping[Any, GradientTransformation], param_labe
             grads, states[name] = tx.update(grads, state.inner_states[name], params)
         return grads, MultiTransformState(states)
 
-    return GradientTransformation(init, update)
+    return transformation(init, update)

@@ -1,7 +1,7 @@
 """Muon: momentum made orthogonal for matrices, AdamW for the rest."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,13 +9,31 @@ import torch
 from functrain import tree
 from functrain.optim.adam import adamw
 from functrain.optim.averages import bias_correction
-from functrain.optim.base import GradientTransformation, ScalarOrSchedule, chain, increment, like, stateless, zero_count
+from functrain.optim.base import (
+    GradientTransformation,
+    ScalarOrSchedule,
+    chain,
+    increment,
+    stateless,
+    transformation,
+    widest,
+    zero_count,
+    zeros,
+)
 from functrain.optim.groups import multi_transform
-from functrain.optim.masks import Mask
+from functrain.optim.masks import Mask, per_leaf
 from functrain.optim.scaling import add_decayed_weights, scale_by_learning_rate
 from functrain.tree import PyTree, struct
 
 QUINTIC = (3.4445, -4.775, 2.0315)
+DION = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+PRESETS: dict[str, Any] = {"standard": QUINTIC, "dion": DION}
 PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
 
 
@@ -24,6 +42,10 @@ class MuonDimensionNumbers(NamedTuple):
 
     reduction_axis: int | tuple[int, ...] = 0
     output_axis: int | tuple[int, ...] = 1
+
+
+# One for all leaves, or for each: a tree, a function of the params, or {path pattern: numbers}
+DimensionNumbers = MuonDimensionNumbers | PyTree | Callable[[PyTree], PyTree] | None
 
 
 @struct
@@ -45,12 +67,13 @@ def scale_by_muon(
     nesterov: bool = True,
     adaptive: bool = False,
     preconditioning: str = "frobenius",
-    weight_dimension_numbers: MuonDimensionNumbers | None = None,
+    weight_dimension_numbers: DimensionNumbers = None,
 ) -> GradientTransformation:
     """The nearest orthogonal matrix to the momentum, by Newton and Schulz's iteration (Jordan et al. 2024, Muon).
 
     Args:
-        ns_coeffs: coefficients of the iteration's odd quintic, one triple for all steps or one for each.
+        ns_coeffs: coefficients of the iteration's odd quintic, one triple for all steps or one for each (`ns_steps` does not count
+            then).
         ns_steps: how many steps.
         beta: decay of the mean of gradients.
         eps: added to the norm that a matrix is divided by first.
@@ -58,7 +81,7 @@ def scale_by_muon(
         nesterov: Nesterov's momentum.
         adaptive: scale by the inner product with the momentum (Bernstein and Newhouse 2024, arXiv 2409.20325).
         preconditioning: what a matrix is divided by before: "frobenius", "spectral", "aol" or "schatten".
-        weight_dimension_numbers: how a leaf is a matrix; leaves are plain matrices where None.
+        weight_dimension_numbers: how a leaf is a matrix, for all leaves or for each; leaves are plain matrices where None.
 
     Raises:
         ValueError: an unknown preconditioning, or coefficients of another shape.
@@ -70,15 +93,14 @@ def scale_by_muon(
     """
     if preconditioning not in PRECONDITIONINGS:
         raise ValueError(f"preconditioning {preconditioning!r} is unknown; choose one of {', '.join(PRECONDITIONINGS)}")
-    table = torch.tensor(ns_coeffs)
-    if table.dim() > 2 or table.shape[-1] != 3 or (table.dim() == 2 and table.shape[0] < ns_steps):
-        raise ValueError(f"ns_coeffs has shape {list(table.shape)}; it must be [3], or [n, 3] with n at least ns_steps={ns_steps}")
-    triples = [tuple(ns_coeffs)] * ns_steps if table.dim() == 1 else [tuple(t) for t in ns_coeffs][-ns_steps:]
-    numbers = weight_dimension_numbers or MuonDimensionNumbers()
+    table = torch.tensor(ns_coeffs, dtype=torch.float64)
+    if table.dim() not in (1, 2) or table.shape[-1] != 3:
+        raise ValueError(f"ns_coeffs has shape {list(table.shape)}; it must be [3], or [n, 3] for n steps")
 
     def init(params: PyTree) -> MuonState:
-        kept = torch.tensor(ns_coeffs if table.dim() == 1 else triples, dtype=torch.get_default_dtype())
-        return MuonState(zero_count(params), like(params, mu_dtype), kept.to(zero_count(params).device))
+        count = zero_count(params)
+        kept = torch.tensor(ns_coeffs, dtype=widest(params), device=count.device)
+        return MuonState(count, zeros("muon", params, mu_dtype), kept)
 
     def update(grads: PyTree, state: MuonState, params: PyTree = None) -> tuple[PyTree, MuonState]:
         count = increment(state.count)
@@ -86,22 +108,38 @@ def scale_by_muon(
         now, ahead = bias_correction(beta, count), bias_correction(beta, increment(count))
 
         def momentum(m: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-            if not nesterov:
-                return m / now.to(m.dtype)
-            return beta * (m / ahead.to(m.dtype)) + (1 - beta) * (g / now.to(g.dtype))
+            return beta * (m / ahead) + (1 - beta) * (g / now) if nesterov else m / now
 
         hat = tree.map(momentum, mu, grads)
-        updates = tree.map(lambda x: orthogonalize(x, triples, eps, preconditioning, numbers), hat)
+        triples = _triples(state.ns_coeffs, ns_steps)
+        numbers = _numbers(weight_dimension_numbers, grads)
+        updates = tree.map(lambda x, n: orthogonalize(x, triples, eps, preconditioning, n), hat, numbers)
         if adaptive:
             updates = tree.map(lambda x, y: (x * y).sum() * y, hat, updates)
         return updates, MuonState(count, tree.map(lambda new, old: new.to(old.dtype), mu, state.mu), state.ns_coeffs)
 
-    return GradientTransformation(init, update)
+    return transformation(init, update)
+
+
+def _triples(coefficients: torch.Tensor, steps: int) -> list[Sequence[Any]]:
+    """The three coefficients of each step, as scalars."""
+    if coefficients.dim() == 1:
+        return [coefficients.unbind()] * steps
+    return [row.unbind() for row in coefficients.unbind()]
+
+
+def _is_numbers(value: Any) -> bool:
+    return value is None or isinstance(value, MuonDimensionNumbers)
+
+
+def _numbers(given: DimensionNumbers, values: PyTree) -> PyTree:
+    """The dimension numbers of each leaf. Patterns need not match here: in `muon`, part of the leaves is with Adam."""
+    return per_leaf(MuonDimensionNumbers() if given is None else given, values, is_leaf=_is_numbers, check=False)
 
 
 def orthogonalize(
     x: torch.Tensor,
-    triples: Sequence[tuple[float, float, float]] = (QUINTIC,) * 5,
+    triples: Sequence[Sequence[Any]] = (QUINTIC,) * 5,
     eps: float = 1e-8,
     preconditioning: str = "frobenius",
     numbers: MuonDimensionNumbers | None = None,
@@ -126,7 +164,7 @@ def orthogonalize(
     return y.reshape([x.shape[a] for a in order]).permute(back)
 
 
-def _iterate(x: torch.Tensor, triple: tuple[float, float, float], preconditioning: str) -> torch.Tensor:
+def _iterate(x: torch.Tensor, triple: Sequence[Any], preconditioning: str) -> torch.Tensor:
     """One step ``a x + (b A + c A A) x`` with ``A = x x^T``; the first one may scale rows, which costs no extra product."""
     a = x @ x.mT
     if preconditioning == "aol":
@@ -148,29 +186,26 @@ def _axes(x: torch.Tensor, numbers: MuonDimensionNumbers) -> tuple[tuple[int, ..
     return tuple(d for d in range(x.dim()) if d not in (*reduced, *out)), reduced, out
 
 
-def scale_by_shape(
-    weight_dimension_numbers: MuonDimensionNumbers | None = None, consistent_rms: float | None = None
-) -> GradientTransformation:
+def scale_by_shape(weight_dimension_numbers: DimensionNumbers = None, consistent_rms: float | None = None) -> GradientTransformation:
     """Scale orthogonal updates by their shape: ``sqrt(max(1, out / in))``, or ``sqrt(max(in, out)) * consistent_rms``.
 
     >>> scale_by_shape().update({"w": torch.ones(1, 4)}, scale_by_shape().init({}))[0]["w"]
     tensor([[2., 2., 2., 2.]])
     """
-    numbers = weight_dimension_numbers or MuonDimensionNumbers()
 
-    def one(u: torch.Tensor) -> torch.Tensor:
+    def one(u: torch.Tensor, numbers: MuonDimensionNumbers) -> torch.Tensor:
         _, reduced, out = _axes(u, numbers)
         fan_in, fan_out = (math.prod(u.shape[a] for a in axes) for axes in (reduced, out))
         if consistent_rms is None:
             return u * math.sqrt(max(1, fan_out / max(fan_in, 1)))
         return u * (math.sqrt(max(fan_in, fan_out)) * consistent_rms)
 
-    return stateless(lambda grads, params: tree.map(one, grads))
+    return stateless(lambda grads, params: tree.map(one, grads, _numbers(weight_dimension_numbers, grads)))
 
 
 def muon(
     learning_rate: ScalarOrSchedule,
-    ns_coeffs: Sequence[Any] = QUINTIC,
+    ns_coeffs: Sequence[Any] | str = QUINTIC,
     ns_steps: int = 5,
     beta: float = 0.95,
     eps: float = 1e-8,
@@ -186,14 +221,20 @@ def muon(
     adam_eps_root: float = 0.0,
     adam_weight_decay: float = 0.0,
     adam_learning_rate: ScalarOrSchedule | None = None,
-    muon_weight_dimension_numbers: MuonDimensionNumbers | None = None,
+    muon_weight_dimension_numbers: DimensionNumbers = None,
     consistent_rms: float | None = None,
 ) -> GradientTransformation:
     """Muon for matrices and AdamW for all other leaves, with the names and defaults of `optax.contrib.muon`.
 
-    Leaves of two dimensions are matrices; with `muon_weight_dimension_numbers`, those of two or more. A linear layer's weight in PyTorch
-    is [out, in], which is `MuonDimensionNumbers(1, 0)`. To keep embeddings and heads with AdamW, combine the two by `multi_transform`.
-    The arguments are those of `scale_by_muon` and `adamw`.
+    Leaves of two dimensions are matrices. A linear layer's weight in PyTorch is [out, in], which is `MuonDimensionNumbers(1, 0)`; this
+    changes the scale of its updates. `muon_weight_dimension_numbers` says how leaves are matrices, and which are: one
+    `MuonDimensionNumbers` for all leaves of two or more dimensions, or one for each (a tree, a function of the params,
+    ``{path pattern: numbers}``), None for those with Adam. `ns_coeffs` may be the name of a preset: "standard" or "dion".
+    `consistent_rms` gives updates this root mean square for every shape (Liu et al. 2025, arXiv 2502.16982). The other arguments are
+    those of `scale_by_muon` and `adamw`.
+
+    Raises:
+        ValueError: an unknown preset or preconditioning, or a leaf of fewer than two dimensions among the matrices.
 
     >>> tx = muon(0.1)
     >>> params = {"w": torch.zeros(2, 2), "b": torch.zeros(2)}
@@ -201,12 +242,17 @@ def muon(
     ['adam', 'muon']
     """
     numbers = muon_weight_dimension_numbers
+    if isinstance(ns_coeffs, str) and ns_coeffs not in PRESETS:
+        raise ValueError(f"ns_coeffs {ns_coeffs!r} is unknown; choose one of {', '.join(PRESETS)}, or give numbers")
 
     def labels(params: PyTree) -> PyTree:
-        return tree.map(lambda x: "muon" if (x.dim() >= 2 if numbers else x.dim() == 2) else "adam", params)
+        if numbers is None or isinstance(numbers, MuonDimensionNumbers):
+            return tree.map(lambda x: "muon" if x.dim() == 2 or (numbers and x.dim() > 2) else "adam", params)
+        each = per_leaf(numbers, params, is_leaf=_is_numbers)
+        return tree.map(lambda _, n: "adam" if n is None else "muon", params, each)
 
     orthogonal = scale_by_muon(
-        ns_coeffs,
+        PRESETS[ns_coeffs] if isinstance(ns_coeffs, str) else ns_coeffs,
         ns_steps,
         beta,
         eps,

@@ -47,16 +47,37 @@ def linear_schedule(init_value: float, end_value: float, transition_steps: int, 
     return polynomial_schedule(init_value, end_value, 1, transition_steps, transition_begin)
 
 
-def exponential_decay(init_value: float, transition_steps: int, decay_rate: float, transition_begin: int = 0) -> Schedule:
+def exponential_decay(
+    init_value: float,
+    transition_steps: int,
+    decay_rate: float,
+    transition_begin: int = 0,
+    staircase: bool = False,
+    end_value: float | None = None,
+) -> Schedule:
     """``init_value * decay_rate ** ((count - transition_begin) / transition_steps)``.
+
+    Args:
+        init_value: until step `transition_begin`.
+        transition_steps: in how many steps the value falls by `decay_rate` once.
+        decay_rate: the factor.
+        transition_begin: where the decay begins.
+        staircase: fall in whole steps only.
+        end_value: where the decay ends: a lower bound for a rate below 1, else an upper one.
 
     >>> float(exponential_decay(1.0, 10, 0.5)(torch.tensor(20)))
     0.25
     """
+    if transition_steps <= 0 or decay_rate == 0:
+        return constant_schedule(init_value)
 
     def schedule(count: torch.Tensor) -> torch.Tensor:
-        passed = torch.clamp(_number(count) - transition_begin, min=0)
-        return init_value * torch.full_like(passed, decay_rate) ** (passed / transition_steps)
+        progress = torch.clamp(_number(count) - max(transition_begin, 0), min=0) / transition_steps
+        progress = torch.floor(progress) if staircase else progress
+        value = init_value * torch.full_like(progress, decay_rate) ** progress
+        if end_value is None:
+            return value
+        return torch.clamp(value, min=end_value) if decay_rate < 1 else torch.clamp(value, max=end_value)
 
     return schedule
 

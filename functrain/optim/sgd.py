@@ -3,7 +3,17 @@
 import torch
 
 from functrain import tree
-from functrain.optim.base import GradientTransformation, ScalarOrSchedule, chain, identity, increment, like, map_rows, zero_count
+from functrain.optim.base import (
+    GradientTransformation,
+    ScalarOrSchedule,
+    chain,
+    identity,
+    increment,
+    map_rows,
+    transformation,
+    zero_count,
+    zeros,
+)
 from functrain.optim.masks import Mask
 from functrain.optim.scaling import add_decayed_weights, scale_by_learning_rate
 from functrain.tree import PyTree, struct
@@ -26,14 +36,14 @@ def trace(decay: float, nesterov: bool = False, accumulator_dtype: torch.dtype |
     """
 
     def init(params: PyTree) -> TraceState:
-        return TraceState(like(params, accumulator_dtype))
+        return TraceState(zeros("trace", params, accumulator_dtype))
 
     def update(grads: PyTree, state: TraceState, params: PyTree = None) -> tuple[PyTree, TraceState]:
         moved = tree.map(lambda g, t: g + decay * t, grads, state.trace)
         updates = tree.map(lambda g, t: g + decay * t, grads, moved) if nesterov else moved
         return updates, TraceState(tree.map(lambda new, old: new.to(old.dtype), moved, state.trace))
 
-    return GradientTransformation(init, update)
+    return transformation(init, update)
 
 
 def sgd(
@@ -75,7 +85,7 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99, mu_dtype: torch.dtype | Non
         updates, mu = map_rows(one, 2, grads, state.mu)
         return updates, LionState(increment(state.count), mu)
 
-    return GradientTransformation(lambda params: LionState(zero_count(params), like(params, mu_dtype)), update)
+    return transformation(lambda params: LionState(zero_count(params), zeros("lion", params, mu_dtype)), update)
 
 
 def lion(

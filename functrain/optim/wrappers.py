@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from functrain import tree
-from functrain.optim.base import GradientTransformation, increment, zero_count
+from functrain.optim.accumulation import choose
+from functrain.optim.base import GradientTransformation, increment, transformation, widest, zero_count
 from functrain.tree import PyTree, struct
 
 
@@ -46,10 +47,10 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int) 
             in_a_row,
             good,
             torch.where(good, state.total_notfinite, increment(state.total_notfinite)),
-            tree.map(lambda new, old: torch.where(accept, new, old), stepped, state.inner_state),
+            choose(accept, stepped, state.inner_state),
         )
 
-    return GradientTransformation(init, update)
+    return transformation(init, update)
 
 
 @struct
@@ -62,13 +63,14 @@ class InjectHyperparamsState:
 
 
 def inject_hyperparams(
-    factory: Callable[..., GradientTransformation], static_args: str | Iterable[str] = (), hyperparam_dtype: torch.dtype | None = None
+    inner_factory: Callable[..., GradientTransformation], static_args: str | Iterable[str] = (), hyperparam_dtype: torch.dtype | None = None
 ) -> Callable[..., GradientTransformation]:
     """Turn the numbers that a factory takes into state, and schedules into their value at each step.
 
     Args:
-        factory: such as `adamw`.
-        static_args: names of arguments to leave as they are (functions that are no schedules, such as masks).
+        inner_factory: such as `adamw`.
+        static_args: names of arguments to leave as they are (functions that are no schedules, such as masks). Arguments declared as
+            `int`, such as muon's `ns_steps`, shape the computation and stay as they are too.
         hyperparam_dtype: of the values; the params' widest floating dtype where None.
 
     >>> from functrain.optim import sgd
@@ -79,31 +81,33 @@ def inject_hyperparams(
     tensor([-0.2500])
     """
     static = {static_args} if isinstance(static_args, str) else set(static_args)
-    signature = inspect.signature(factory)
+    signature = inspect.signature(inner_factory)
     if unknown := sorted(static - set(signature.parameters)):
-        raise ValueError(f"static_args names {', '.join(unknown)}, which {factory.__name__} does not take")
+        raise ValueError(f"static_args names {', '.join(unknown)}, which {inner_factory.__name__} does not take")
+    static |= {name for name, parameter in signature.parameters.items() if parameter.annotation in (int, "int")}
 
-    @functools.wraps(factory)
+    @functools.wraps(inner_factory)
     def make(*args: Any, **kwargs: Any) -> GradientTransformation:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         numbers, schedules, rest = _sorted(bound.arguments, static)
 
         def scheduled(count: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-            return {name: torch.as_tensor(schedule(count)).to(dtype) for name, schedule in schedules.items()}
+            return {name: _asked(name, schedule, count).to(dtype) for name, schedule in schedules.items()}
 
         def init(params: PyTree) -> InjectHyperparamsState:
-            count, dtype = zero_count(params), hyperparam_dtype or _widest(params)
+            count, dtype = zero_count(params), hyperparam_dtype or widest(params)
             values = {name: _value(number, dtype, count.device) for name, number in numbers.items()} | scheduled(count, dtype)
-            return InjectHyperparamsState(count, values, factory(**rest, **values).init(params))
+            return InjectHyperparamsState(count, values, inner_factory(**rest, **values).init(params))
 
         def update(grads: PyTree, state: InjectHyperparamsState, params: PyTree = None) -> tuple[PyTree, InjectHyperparamsState]:
-            dtype = hyperparam_dtype or _widest(grads)
-            values = {**state.hyperparams, **scheduled(state.count, dtype)}
-            updates, inner = factory(**rest, **values).update(grads, state.inner_state, params)
+            dtype = hyperparam_dtype or widest(grads if params is None else params)
+            given = {name: _value(x, dtype, state.count.device) for name, x in state.hyperparams.items()}
+            values = {**given, **scheduled(state.count, dtype)}
+            updates, inner = inner_factory(**rest, **values).update(grads, state.inner_state, params)
             return updates, InjectHyperparamsState(increment(state.count), values, inner)
 
-        return GradientTransformation(init, update)
+        return transformation(init, update)
 
     return make
 
@@ -125,9 +129,13 @@ def _sorted(arguments: dict[str, Any], static: set[str]) -> tuple[dict[str, Any]
     return numbers, schedules, rest
 
 
-def _widest(values: PyTree) -> torch.dtype:
-    dtypes = [x.dtype for x in tree.tensors(values) if x.is_floating_point()]
-    return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype()
+def _asked(name: str, schedule: Callable[[torch.Tensor], Any], count: torch.Tensor) -> torch.Tensor:
+    try:
+        return torch.as_tensor(schedule(count))
+    except Exception as error:
+        raise TypeError(
+            f"the function given as {name} was taken for a schedule, and failed as one; if it is none, name it in static_args"
+        ) from error
 
 
 def _value(number: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
