@@ -33,7 +33,7 @@ def as_mask(mask: Mask, params: PyTree) -> PyTree:
         return tree.map(lambda _: True, params)
     if isinstance(mask, str) or (isinstance(mask, (list, tuple)) and mask and all(isinstance(m, str) for m in mask)):
         patterns = (mask,) if isinstance(mask, str) else tuple(mask)
-        tree.check_patterns(patterns, tree.paths(params))
+        tree.check_patterns(patterns, _known_paths(params))
         return tree.map_with_path(lambda path, _: any(tree.matches(p, path) for p in patterns), params)
     return per_leaf(mask, params)
 
@@ -60,8 +60,13 @@ def per_leaf(values: Any, params: PyTree, is_leaf: IsLeaf = None, check: bool = 
     if not _is_table(values, params, is_leaf):
         return tree.map(lambda value, below: tree.map(lambda _: value, below), values, params, is_leaf=is_leaf)
     if check:
-        tree.check_patterns(values, tree.paths(params))
+        tree.check_patterns(values, _known_paths(params))
     return tree.map_with_path(lambda path, _: _first(values, path), params)
+
+
+def _known_paths(params: PyTree) -> list[str]:
+    """Paths a pattern may name: those of leaves that are None too, because a group sees the leaves of other groups so."""
+    return tree.paths(params, is_leaf=lambda node: node is None)
 
 
 def _is_table(values: Any, params: PyTree, is_leaf: IsLeaf) -> bool:

@@ -130,12 +130,15 @@ def _sorted(arguments: dict[str, Any], static: set[str]) -> tuple[dict[str, Any]
 
 
 def _asked(name: str, schedule: Callable[[torch.Tensor], Any], count: torch.Tensor) -> torch.Tensor:
+    """A schedule's value. A mask would often run on a count and give a bool, which is no value of a hyper-parameter."""
+    advice = f"the function given as {name} was taken for a schedule, and failed as one; if it is none, name it in static_args"
     try:
-        return torch.as_tensor(schedule(count))
+        value = torch.as_tensor(schedule(count))
     except Exception as error:
-        raise TypeError(
-            f"the function given as {name} was taken for a schedule, and failed as one; if it is none, name it in static_args"
-        ) from error
+        raise TypeError(advice) from error
+    if value.dtype == torch.bool:
+        raise TypeError(f"{advice} (it returned a bool)")
+    return value
 
 
 def _value(number: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
