@@ -47,9 +47,3 @@ def test_a_mask_that_runs_as_a_schedule_is_an_error_and_not_a_bool() -> None:
     params = layers()
     updates, _ = tx.update(nothing(params), tx.init(params), params)
     assert (float(updates["body"]["w"][0, 0]), float(updates["body"]["b"][0])) == (-0.5, 0.0)
-
-
-def test_naming_one_static_argument_leaves_whole_numbers_out_of_the_state_too() -> None:
-    state = optim.inject_hyperparams(optim.muon, static_args="eps")(0.1).init({"w": torch.ones(2, 2)})
-    assert {"eps", "ns_steps"}.isdisjoint(state.hyperparams)
-    assert "beta" in state.hyperparams
