@@ -11,9 +11,15 @@ import torch
 from torch import nn
 
 from functrain import tree
-from functrain.random.implicit import arguments
 from functrain.random.scoping import current_scope, is_random, scope
-from functrain.torch_internals import TorchDispatchMode, innermost_checkpoint, transform_is_active
+from functrain.torch_internals import (
+    OpOverload,
+    TorchDispatchMode,
+    innermost_checkpoint,
+    storage_identity,
+    transform_is_active,
+    written_arguments,
+)
 from functrain.tree import PyTree
 
 
@@ -257,7 +263,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.name, self.may_draw = name, may_draw
         # what torch.func wraps has no storage to tell it by
-        self.params = {} if transform_is_active() else {_storage(x): name for name, x in params.items()}
+        self.params = {} if transform_is_active() else {storage_identity(x): name for name, x in params.items()}
         self.around = innermost_checkpoint()
         self.recomputes = False  # whether a `torch.utils.checkpoint` (or `remat`) was inside the forward
 
@@ -270,20 +276,14 @@ class _Watch(TorchDispatchMode):
         return operation(*args, **kwargs)
 
     def _check_writes(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not (self.params and isinstance(operation, torch._ops.OpOverload) and operation._schema.is_mutable):
+        if not (self.params and isinstance(operation, OpOverload) and operation._schema.is_mutable):
             return
-        given = arguments(operation, args, kwargs)
-        written = [given[a.name] for a in operation._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        for name in (self.params.get(_storage(x)) for x in tree.tensors(written)):
+        for name in (self.params.get(storage_identity(x)) for x in written_arguments(operation, args, kwargs)):
             if name is not None:
                 raise ValueError(
                     f"{self.name}'s forward writes into its param {_path(name)} ({operation}), and a pure function leaves its arguments as "
                     "they are. Turn that off (`max_norm` of an embedding, say), or make it a buffer"
                 )
-
-
-def _storage(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
 
 
 # ---- names

@@ -196,3 +196,22 @@ def call_below_autograd(operator: torch._ops.OpOverload, keyset: Any, *arguments
     """
     with torch._C._AutoDispatchBelowAutograd():
         return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+
+# One overload of an operator, such as `torch.ops.aten.add.Tensor`: what a dispatch mode sees and a graph calls. No public name.
+OpOverload = torch._ops.OpOverload
+
+
+def storage_identity(x: torch.Tensor) -> int:
+    """A number that tensors share exactly where they share a storage. `data_ptr`, the public way, is 0 for tensors without data."""
+    return x.untyped_storage()._cdata
+
+
+def written_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call writes, by the operator's schema (which has no public reader)."""
+    written: list[torch.Tensor] = []
+    for i, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            written += [x for x in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(x, torch.Tensor)]
+    return written

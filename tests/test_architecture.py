@@ -59,6 +59,10 @@ def test_private_torch_is_in_one_file(file: Path) -> None:
     private = ("torch._", "torch.fx.experimental", "torch.utils._", "torch.fx.traceback", "torch.testing._", "torch.distributed._")
     for module, line in imports(file):
         assert not module.startswith(private), f"{file.name}:{line} imports {module}; import it in torch_internals.py with its reason"
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            public = not node.attr.startswith("_") or node.attr.startswith("__")
+            assert public, f"{file.name}:{node.lineno} uses torch.{node.attr}; name it in torch_internals.py with its reason"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))

@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 
 from functrain import tree
-from functrain.compile.errors import CaptureError, LeafError
+from functrain.compile.errors import LeafError
 from functrain.compile.functionalize import without_mutation
 from functrain.compile.graph import drop_dead_code
 from functrain.compile.recorder import Recorder
@@ -109,6 +109,3 @@ def as_tensor_leaf(leaf: Any, path: str) -> torch.Tensor:
 def is_capturing() -> bool:
     """Whether a function is being captured at this point."""
     return any(isinstance(mode, Recorder) for mode in active_modes())
-
-
-__all__ = ["CaptureError", "Captured", "Output", "as_tensor_leaf", "capture", "is_capturing"]

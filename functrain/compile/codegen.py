@@ -13,6 +13,7 @@ import torch.fx as fx
 
 from functrain.compile.graph import is_view, operations, outputs, placeholders, value_bytes, values
 from functrain.compile.source import SourceLine
+from functrain.torch_internals import OpOverload
 
 FILENAME = "<functrain step>"  # of the generated source, in tracebacks
 Boxed = Callable[[list[torch.Tensor]], list[Any]]
@@ -91,7 +92,7 @@ class _Writer:
         if node.target is operator.getitem:
             return f"{arguments[0]}[{arguments[1]}]"
         target = node.target
-        function = target._op if isinstance(target, torch._ops.OpOverload) else target
+        function = target._op if isinstance(target, OpOverload) else target
         name = "".join(c if c.isalnum() else "_" for c in str(target).removeprefix("aten."))
         return f"{self._bind(function, f'op_{name}')}({', '.join(arguments)})"
 

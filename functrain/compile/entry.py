@@ -58,6 +58,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # leaves of other types are looked at closely
+
+
 @dataclass(frozen=True)
 class Entry:
     """An executable, its signature and what a call needs, worked out once."""
@@ -69,7 +72,6 @@ class Entry:
     labels: list[str]  # what to call each donated leaf in an error
     emptied: list[int]  # among the donated leaves, those whose memory no result takes over
     all_tensors: bool  # every leaf of the result is a tensor
-    tensor_types: frozenset[type]  # leaf types seen; anything else is looked at closely
 
     @staticmethod
     def make(executable: Executable, signature: Signature, guards: Guards, name: str) -> "Entry":
@@ -84,13 +86,12 @@ class Entry:
             [f"{captured.in_paths[i]} of {name}" for i in donated],
             [k for k, i in enumerate(donated) if i not in executable.aliased],
             all(isinstance(leaf, Output) for leaf in captured.out_leaves),
-            frozenset((torch.Tensor, torch.nn.Parameter)),
         )
 
     def fits(self, leaves: list[Any]) -> bool:
         """Whether the leaves are tensors of this signature. Four comprehensions and four list comparisons: nothing else per leaf."""
         want = self.signature
-        if len(leaves) != len(want.shapes) or not self.tensor_types.issuperset(map(type, leaves)):
+        if len(leaves) != len(want.shapes) or not _PLAIN.issuperset(map(type, leaves)):
             return False
         return (
             [x.shape for x in leaves] == want.shapes

@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from functrain.compile.errors import CaptureError
+from functrain.compile.graph import is_mutable, operations
 from functrain.compile.recorder import Recorder
 from functrain.torch_internals import FakeTensorMode
 
@@ -55,8 +56,8 @@ def _tags(node: fx.Node) -> dict[str, Any]:
 
 
 def _check(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+    for node in operations(graph):
+        if is_mutable(node):
             raise CaptureError(
                 f"{node.meta.get('source')}: the in-place operation {node.target} cannot be made functional; use its functional form"
             )

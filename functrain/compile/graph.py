@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from functrain.torch_internals import OpOverload
+
 
 def schema_of(node: fx.Node) -> Any:
     """The operator's schema, or None for what is no operator (getitem)."""
-    return node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+    return node.target._schema if isinstance(node.target, OpOverload) else None
 
 
 def is_mutable(node: fx.Node) -> bool:
@@ -78,13 +80,11 @@ def outputs(graph: fx.Graph) -> list[Any]:
     return list(graph.output_node().args[0])
 
 
-def drop_dead_code(graph: fx.Graph) -> int:
-    """Remove operations whose result nobody uses, except those that write; returns how many."""
-    before = len(graph.nodes)
+def drop_dead_code(graph: fx.Graph) -> None:
+    """Remove operations whose result nobody uses, except those that write."""
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users and not is_mutable(node):
             graph.erase_node(node)
-    return before - len(graph.nodes)
 
 
 class Storages:

@@ -19,11 +19,14 @@ from functrain.torch_internals import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    OpOverload,
     TorchDispatchMode,
     current_annotation,
     current_autograd_sequence_number,
     disable_current_modes,
     next_autograd_sequence_number,
+    storage_identity,
+    written_arguments,
 )
 
 # Operations that answer a question about a tensor and leave no node.
@@ -65,7 +68,7 @@ class Recorder(TorchDispatchMode):
         node = self.graph.placeholder(f"arg{len(self._inputs)}")
         node.meta.update(val=fake, path=path, phase="input")
         self._bind(fake, node)
-        self._inputs[_storage(fake)] = path
+        self._inputs[storage_identity(fake)] = path
         return fake
 
     def output(self, leaves: Sequence[Any]) -> fx.Node:
@@ -81,7 +84,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, OpOverload):
             raise CaptureError(
                 f"{self._where()}: the operator {func} holds functions of its own, which one flat graph cannot. Use plain operations."
             )
@@ -163,13 +166,13 @@ class Recorder(TorchDispatchMode):
             result = func(*args, **kwargs)
         for x in _flat((result,), {}):
             if isinstance(x, torch.Tensor):
-                self._folded[_storage(x)] = x
+                self._folded[storage_identity(x)] = x
         return result
 
     def _check_outer_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tensors that were folded here may be written for real; those from outside may not."""
         written = written_arguments(func, args, kwargs) if func._schema.is_mutable else []
-        if any(_storage(x) not in self._folded for x in written):
+        if any(storage_identity(x) not in self._folded for x in written):
             raise MutationError(
                 f"{self._where()}: {func} changes a tensor from outside the function. Pass it as an argument and return the new value."
             )
@@ -218,28 +221,17 @@ class Recorder(TorchDispatchMode):
             return
         self.mutates = True
         for x in written_arguments(func, args, kwargs):
-            if not isinstance(x, FakeTensor) and _storage(x) in self._folded:
+            if not isinstance(x, FakeTensor) and storage_identity(x) in self._folded:
                 raise MutationError(
                     f"{self._where()}: {func} writes traced values into a tensor that was computed from constants alone. Use the form that "
                     "returns a new tensor, or clone the tensor together with a traced one."
                 )
-            path = self._inputs.get(_storage(x)) if isinstance(x, FakeTensor) else "a tensor from outside the function"
+            path = self._inputs.get(storage_identity(x)) if isinstance(x, FakeTensor) else "a tensor from outside the function"
             if path is not None:
                 raise MutationError(
                     f"{self._where()}: {func} changes {path} in place, but a captured function is pure. Return the new value instead "
                     f"(for instance `x = x + 1` for `x += 1`), or clone the tensor first."
                 )
-
-
-def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a call writes, by the operation's schema."""
-    written: list[torch.Tensor] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        written += [x for x in _flat((value,), {}) if isinstance(x, torch.Tensor)]
-    return written
 
 
 def _flat(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -250,7 +242,3 @@ def _flat(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         else:
             found.append(value)
     return found
-
-
-def _storage(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
