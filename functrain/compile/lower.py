@@ -24,6 +24,7 @@ from functrain.compile.passes import (
     donate,
     early_updates,
     fuse_adamw,
+    merge_equal,
     own_outputs,
     reuse_buffers,
     run_passes,
@@ -87,8 +88,11 @@ def lower(captured: Captured, donated: frozenset[int], options: Options) -> Lowe
     """Run the passes that the back end wants."""
     if options.backend not in BACKENDS:
         raise ValueError(f"backend {options.backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
-    chosen = _passes(_backend(options, captured.graph), donated) if options.passes == "auto" else list(options.passes)
-    graph, reports = run_passes(captured.graph, [own_outputs(donated), *chosen])  # type: ignore[list-item]
+    # Results must not share memory whatever passes are chosen; equal ones are merged before that, and not after.
+    chosen = [own_outputs(donated), *options.passes]
+    if options.passes == "auto":
+        chosen = [merge_equal, own_outputs(donated), *_passes(_backend(options, captured.graph), donated)]
+    graph, reports = run_passes(captured.graph, chosen)  # type: ignore[arg-type]
     return Lowered(captured, graph, reports, donated, options)
 
 

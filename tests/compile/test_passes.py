@@ -9,8 +9,8 @@ import torch.nn.functional as F
 import functrain as ft
 from functrain.compile.analysis import memory_analysis
 from functrain.compile.codegen import generate
-from functrain.compile.passes import cleanup, donate, early_updates, fuse_adamw, own_outputs, reuse_buffers
-from tests.compile.steps import data, make_step, mlp_params
+from functrain.compile.passes import cleanup, donate, early_updates, fuse_adamw, merge_equal, own_outputs, reuse_buffers
+from tests.compile.steps import data, make_step, mlp_loss, mlp_params
 from tests.helpers import assert_trees_close, assert_trees_equal
 
 ops = torch.ops.functrain
@@ -39,7 +39,9 @@ EVERYTHING = frozenset(range(1000))
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("make", [cleanup, fuse_adamw, early_updates(EVERYTHING), reuse_buffers(EVERYTHING), own_outputs(EVERYTHING)])
+@pytest.mark.parametrize(
+    "make", [cleanup, merge_equal, fuse_adamw, early_updates(EVERYTHING), reuse_buffers(EVERYTHING), own_outputs(EVERYTHING)]
+)
 def test_a_pass_keeps_numbers_and_its_argument(chain: str, make: Any) -> None:
     graph, leaves = captured_step(CHAINS[chain]())
     text = str(graph.graph)
@@ -162,6 +164,29 @@ def test_cleanup_drops_what_changes_nothing() -> None:
     after, report = cleanup(graph)
     assert report.changed > 0
     assert count(after, torch.ops.aten.detach.default) == 0
+
+
+def test_a_norm_that_is_also_a_metric_is_computed_once() -> None:
+    tx = CHAINS["clipped"]()
+    plain = make_step(tx)
+
+    def step(state: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        _, grads = ft.value_and_grad(mlp_loss)(state.params, x, y)
+        return state.apply_gradients(grads, tx), ft.tree.global_norm(grads)
+
+    state = ft.TrainState.create(params=mlp_params(), tx=tx)
+    leaves = len(ft.tree.leaves(state.params))
+    lowered = ft.jit(step).lower(state, *data())
+    norm = torch.ops.aten.linalg_vector_norm.default
+    assert (count(lowered.captured, norm), count(lowered.graph, norm)) == (2 * (leaves + 1), leaves + 1)
+    assert_trees_close(ft.jit(step)(state, *data())[0], plain(state, *data())[0], rtol=1e-6, atol=1e-9)
+
+
+def test_equal_results_have_memory_of_their_own() -> None:
+    one, two, three = ft.jit(lambda x: (x * 2, x * 2, x * 2.0))(torch.ones(3))
+    assert len({t.data_ptr() for t in (one, two, three)}) == 3
+    zeros = ft.jit(lambda x: (x + 0.0, torch.copysign(x, torch.full((), -0.0)), torch.copysign(x, torch.full((), 0.0))))(torch.ones(3))
+    assert_trees_equal(zeros, (torch.ones(3), -torch.ones(3), torch.ones(3)))
 
 
 def test_own_passes_can_be_given() -> None:
