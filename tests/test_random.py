@@ -42,6 +42,14 @@ def wide() -> Iterator[None]:
         yield
 
 
+def rounds_each_operation(dtype: torch.dtype) -> bool:
+    """Whether XLA on this machine rounds a product before it adds to it: in float16 that depends on what the processor computes in."""
+    unit = jnp.linspace(0.0, 1.0, 2048, dtype=named(dtype))
+    three, two = jnp.asarray(3.1, named(dtype)), jnp.asarray(2.3, named(dtype))
+    compiled = jax.jit(lambda x: x * three - two)(unit)
+    return not np.array_equal(compiled, (unit.astype("float32") * three.astype("float32") - two.astype("float32")).astype(named(dtype)))
+
+
 def equal_to_jax(name: str, *args: Any, key: torch.Tensor = KEY, **kwargs: Any) -> None:
     """The function of the same name gives the same bits."""
     in_jax_terms = {k: named(v) if isinstance(v, torch.dtype) else v for k, v in kwargs.items()}
@@ -110,7 +118,12 @@ def test_uniform_is_that_of_jax(shape: tuple[int, ...], dtype: torch.dtype) -> N
 @pytest.mark.parametrize("bounds", RANGES)
 def test_uniform_in_a_range_is_that_of_jax(dtype: torch.dtype, bounds: tuple[float, float]) -> None:
     low, high = bounds
-    equal_to_jax("uniform", (10_007,), dtype=dtype, minval=low, maxval=high)
+    if rounds_each_operation(dtype):
+        expected = jax.random.uniform(in_jax(KEY), (10_007,), named(dtype), low, high)
+        one_rounding = torch.finfo(dtype).eps * max(abs(low), abs(high))
+        assert_trees_close(random.uniform(KEY, (10_007,), dtype, low, high), expected, rtol=0, atol=one_rounding)
+    else:
+        equal_to_jax("uniform", (10_007,), dtype=dtype, minval=low, maxval=high)
     of_tensors = random.uniform(KEY, (10_007,), dtype, torch.tensor(low), torch.tensor(high))
     assert_trees_equal(of_tensors, random.uniform(KEY, (10_007,), dtype, low, high))
 
@@ -168,7 +181,11 @@ def test_truncated_normal_is_that_of_jax(bounds: tuple[float, float]) -> None:
 def test_truncated_normal_in_half_precision_is_that_of_jax(dtype: torch.dtype, bounds: tuple[float, float]) -> None:
     drawn = random.truncated_normal(KEY, *bounds, (5_001,), dtype)
     expected = jax.random.truncated_normal(in_jax(KEY), *bounds, (5_001,), named(dtype))
-    assert_trees_close(drawn, expected, rtol=0, atol=1e-38)  # XLA flushes numbers below the smallest normal one
+    if rounds_each_operation(dtype):  # compared as probabilities: the tails stretch one rounding of the uniform value to many
+        probability = [torch.erf(torch.as_tensor(to_numpy(x).astype(np.float64)) / math.sqrt(2)) for x in (drawn, expected)]
+        assert_trees_close(*probability, rtol=0, atol=2 * torch.finfo(dtype).eps)
+    else:
+        assert_trees_close(drawn, expected, rtol=0, atol=1e-38)  # XLA flushes numbers below the smallest normal one
 
 
 @pytest.mark.parametrize("bounds", TRUNCATIONS)
