@@ -52,6 +52,15 @@ def single_threaded_backward() -> torch.autograd.set_multithreading_enabled:
     return torch.autograd.set_multithreading_enabled(False)
 
 
+def tensor_guard(leaves: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """`check(*tensors)`: whether they are distinct and have the classes, shapes, strides, dtypes and devices of `leaves`.
+
+    The check that `torch.compile` makes before each call, in C++: 1,000 tensors take a fifth of what four Python comparisons a tensor take.
+    It may say no where the comparisons say yes, never the other way round. Public fallback: those comparisons.
+    """
+    return torch._C._dynamo.guards.TensorGuards(*leaves, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+
 def active_modes() -> list[TorchDispatchMode]:
     """The dispatch modes that are active now, outermost first. No public way to ask."""
     return _get_current_dispatch_mode_stack()

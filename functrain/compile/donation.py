@@ -10,41 +10,40 @@ from functrain.compile.errors import DonatedError
 class Donated(torch.Tensor):
     """The class of a tensor after donation: every operation on it raises and says which leaf of which call it was."""
 
-    donated_as: str  # such as "state/params/w of train_step"
+    donated_as = "a leaf"  # in a subclass such as "state/params/w of train_step"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Refuse every torch operation."""
-        for value in (*args, *(kwargs or {}).values()):
-            for one in value if isinstance(value, (list, tuple)) else (value,):
-                if type(one) is Donated:
-                    raise DonatedError(message(one))
-        raise DonatedError("a donated tensor is used again")
+        raise DonatedError(cls.message())
+
+    @classmethod
+    def message(cls) -> str:
+        """What to tell the user."""
+        return (
+            f"{cls.donated_as} was donated: the step took its memory, and the tensor has no values any more. Use the step's result "
+            "instead; to keep the old value, clone it before the call or leave the argument out of `donate`."
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Says what it was, so that a debugger can show it."""
-        return f"<donated: {self.__dict__.get('donated_as')}>"
+        return f"<donated: {type(self).donated_as}>"
 
 
-def message(tensor: torch.Tensor) -> str:
-    """What to tell the user of a donated tensor."""
-    name = tensor.__dict__.get("donated_as", "a leaf")
-    return (
-        f"{name} was donated: the step took its memory, and the tensor has no values any more. Use the step's result instead; to keep the "
-        "old value, clone it before the call or leave the argument out of `donate`."
-    )
+def donated_class(label: str) -> type[Donated]:
+    """The class for one leaf of one step: to change a tensor's class is the cheapest mark there is, so the class says it all."""
+    return type("Donated", (Donated,), {"donated_as": label})
 
 
-def retire(leaves: list[torch.Tensor], labels: list[str], emptied: list[int]) -> None:
+def retire(leaves: list[torch.Tensor], classes: list[type[Donated]], emptied: list[int]) -> None:
     """Mark leaves as donated.
 
     Args:
         leaves: the tensors that the caller passed.
-        labels: what to call each in an error.
+        classes: what each becomes.
         emptied: places of those whose memory no result took over; theirs is let go of, so that it is free after its last use.
     """
     for i in emptied:
         leaves[i].data = torch.empty(0, dtype=leaves[i].dtype, device=leaves[i].device)
-    for leaf, label in zip(leaves, labels, strict=True):
-        leaf.__class__ = Donated
-        leaf.donated_as = label  # type: ignore[attr-defined]
+    for leaf, becomes in zip(leaves, classes, strict=True):
+        leaf.__class__ = becomes

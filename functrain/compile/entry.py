@@ -1,16 +1,18 @@
 """One captured version of a step, and which arguments it is for."""
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from functrain.compile.capture import Output
+from functrain.compile.donation import Donated, donated_class
 from functrain.compile.errors import DonatedError
 from functrain.compile.guards import Guards
 from functrain.compile.lower import Executable
+from functrain.torch_internals import tensor_guard
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,24 @@ def _name(dtype: torch.dtype) -> str:
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # leaves of other types are looked at closely
 
 
+class Glance:
+    """Tells at a glance that a call's leaves are like those of an earlier call, as in all steps of a run but the first two."""
+
+    def __init__(self) -> None:
+        self._check: Callable[..., bool] | None = None
+        self._renewals = 4  # parameters at first, then plain tensors; whoever changes kinds for ever is looked at closely for ever
+
+    def check(self, leaves: list[Any]) -> bool:
+        """Whether the leaves surely have the signature, and are distinct. False says nothing."""
+        return self._check is not None and self._check(*leaves)
+
+    def remember(self, leaves: list[Any]) -> None:
+        """These leaves were compared one by one and have the signature."""
+        if self._renewals:
+            self._renewals -= 1
+            self._check = tensor_guard(leaves)
+
+
 @dataclass(frozen=True)
 class Entry:
     """An executable, its signature and what a call needs, worked out once."""
@@ -69,9 +89,10 @@ class Entry:
     signature: Signature
     guards: Guards
     donated: list[int]  # places of donated leaves, in order
-    labels: list[str]  # what to call each donated leaf in an error
+    retired: list[type[Donated]]  # the class that each donated leaf is given
     emptied: list[int]  # among the donated leaves, those whose memory no result takes over
     all_tensors: bool  # every leaf of the result is a tensor
+    glance: Glance = field(default_factory=Glance)
 
     @staticmethod
     def make(executable: Executable, signature: Signature, guards: Guards, name: str) -> "Entry":
@@ -83,13 +104,20 @@ class Entry:
             signature,
             guards,
             donated,
-            [f"{captured.in_paths[i]} of {name}" for i in donated],
+            [donated_class(f"{captured.in_paths[i]} of {name}") for i in donated],
             [k for k, i in enumerate(donated) if i not in executable.aliased],
             all(isinstance(leaf, Output) for leaf in captured.out_leaves),
         )
 
     def fits(self, leaves: list[Any]) -> bool:
-        """Whether the leaves are tensors of this signature. Four comprehensions and four list comparisons: nothing else per leaf."""
+        """Whether the leaves are tensors of this signature, compared one by one."""
+        if not self._compare(leaves):
+            return False
+        self.glance.remember(leaves)
+        return True
+
+    def _compare(self, leaves: list[Any]) -> bool:
+        """Four comprehensions and four list comparisons: nothing else per leaf."""
         want = self.signature
         if len(leaves) != len(want.shapes) or not _PLAIN.issuperset(map(type, leaves)):
             return False

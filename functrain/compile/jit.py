@@ -14,7 +14,7 @@ from functrain import tree
 from functrain.compile.abstract import ShapeDtypeStruct
 from functrain.compile.capture import as_tensor_leaf, capture, is_capturing
 from functrain.compile.codegen import FILENAME
-from functrain.compile.donation import Donated, message, retire
+from functrain.compile.donation import Donated, retire
 from functrain.compile.entry import Entry, Signature, signature_of
 from functrain.compile.errors import CaptureError, DonatedError
 from functrain.compile.guards import Guards, watch
@@ -124,7 +124,9 @@ class Jitted:
             return self.function(*args, **kwargs)
         args, kwargs, statics = self._split_static(args, kwargs) if self.static else (args, kwargs, {})
         entry, leaves = self._recall(args, kwargs, statics)
-        if entry is None:
+        if entry is not None and entry.glance.check(leaves):
+            return self._run(entry, leaves, distinct=True)
+        if entry is None or not entry.fits(leaves):
             leaves, key = self._flatten(args, kwargs, statics)
             entry = self._find(leaves, key)
             if entry is None:
@@ -134,7 +136,7 @@ class Jitted:
         return self._run(entry, leaves)
 
     def _recall(self, args: tuple[Any, ...], kwargs: dict[str, Any], statics: dict[str, Any]) -> tuple[Entry | None, list[Any]]:
-        """The latest entry where this call is like the one before: a known structure is taken apart ten times faster than a new one."""
+        """The latest entry if this call has its structure: a known one is taken apart ten times faster than a new one."""
         if self._latest is None:
             return None, []
         (structure, static, ambient), entry = self._latest
@@ -142,7 +144,7 @@ class Jitted:
             leaves = structure.flatten_up_to((args, kwargs))
         except ValueError:
             return None, []
-        same = ambient == _ambient() and static == _static_key(statics) and entry.fits(leaves)
+        same = ambient == _ambient() and static == _static_key(statics)
         return (entry, leaves) if same else (None, [])
 
     def _runs_uncaptured(self) -> str | None:
@@ -183,8 +185,8 @@ class Jitted:
         """Numbers and arrays as tensors; a donated tensor raises."""
         paths = self._paths(key[0])
         for leaf in leaves:
-            if type(leaf) is Donated:
-                raise DonatedError(message(leaf))
+            if isinstance(leaf, Donated):
+                raise DonatedError(type(leaf).message())
         return [as_tensor_leaf(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
 
     def _paths(self, structure: tree.Structure) -> list[str]:
@@ -194,11 +196,11 @@ class Jitted:
         pairs = tree.leaves_with_path({**named, **kwargs})
         return [path for path, _ in sorted(pairs, key=lambda pair: pair[1])]
 
-    def _run(self, entry: Entry, leaves: list[Any]) -> Any:
+    def _run(self, entry: Entry, leaves: list[Any], distinct: bool = False) -> Any:
         entry.guards.check()
         inputs = list(leaves)
         if entry.donated:
-            self._hand_over(entry, leaves, inputs)
+            self._hand_over(entry, leaves, inputs, distinct)
         del leaves
         try:
             with torch.no_grad():
@@ -209,12 +211,13 @@ class Jitted:
         captured = entry.executable.lowered.captured
         return tree.unflatten(captured.out_structure, results if entry.all_tensors else rebuild_result(captured, results))
 
-    def _hand_over(self, entry: Entry, leaves: list[Any], inputs: list[Any]) -> None:
+    def _hand_over(self, entry: Entry, leaves: list[Any], inputs: list[Any], distinct: bool) -> None:
         """Give the graph new tensors on the donated leaves' memory, and retire the caller's."""
-        entry.check_distinct(leaves)
+        if not distinct:
+            entry.check_distinct(leaves)
         for i in entry.donated:
             inputs[i] = leaves[i].data
-        retire([leaves[i] for i in entry.donated], entry.labels, entry.emptied)
+        retire([leaves[i] for i in entry.donated], entry.retired, entry.emptied)
 
     # ---- capturing
 
