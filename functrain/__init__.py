@@ -34,10 +34,21 @@ from functrain.precision import StaticScale as StaticScale
 from functrain.precision import all_finite as all_finite
 from functrain.state import TrainState as TrainState
 
+# Meshes, specs and plans
+from functrain.sharding import Array as Array
+from functrain.sharding import P as P
+from functrain.sharding import Plan as Plan
+from functrain.sharding import Rules as Rules
+from functrain.sharding import Sharding as Sharding
+from functrain.sharding import from_local as from_local
+from functrain.sharding import make_mesh as make_mesh
+from functrain.sharding import zero as zero
+
 # Capture and compilation
 from functrain.compile.abstract import ShapeDtypeStruct as ShapeDtypeStruct
 from functrain.compile.abstract import eval_shape as eval_shape
 from functrain.compile.errors import CaptureError as CaptureError
 from functrain.compile.errors import DonatedError as DonatedError
-from functrain.compile.jit import disable_jit as disable_jit
+from functrain.compile.constraint import with_sharding_constraint as with_sharding_constraint
+from functrain.compile.jitted import disable_jit as disable_jit
 from functrain.compile.jit import jit as jit

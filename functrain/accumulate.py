@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functrain import tree
-from functrain.differentiate import Selection, phase, pullback, select_arguments
+from functrain.differentiate import Selection, of_microbatch, phase, pullback, select_arguments
 from functrain.precision import LossScale, Precision
 from functrain.random.keys import fold_in
 from functrain.transforms import split_loss
@@ -107,12 +107,14 @@ def _one(
 
     (total,), (weight, aux), pull = pullback(run, params)
     mean = Mean(_wide(total), _wide(weight))
+    leaves = [call.leaves[i] for i in call.active]
     with phase("backward"):
         if loss_scale is None:
-            return _Part(mean, pull([torch.ones_like(total)]), aux)
+            gradients = pull([torch.ones_like(total)])
+            return _Part(mean, [of_microbatch(_wide(g), x) for g, x in zip(gradients, leaves, strict=True)], aux)
         divisor = _nonzero(mean.weight).to(mean.total.dtype)
         gradients = pull([(loss_scale.scale / divisor).to(total)])
-        return _Part(mean, [_wide(g) * divisor for g in gradients], aux)
+        return _Part(mean, [of_microbatch(_wide(g), x) * divisor for g, x in zip(gradients, leaves, strict=True)], aux)
 
 
 def _summed(parts: Iterator[_Part]) -> tuple[Mean, list[torch.Tensor], list[PyTree]]:

@@ -157,7 +157,7 @@ class Selection:
 
     def tensors(self, precision: Precision | None) -> list[torch.Tensor]:
         """The differentiated leaves as the function gets them."""
-        return [to_compute(self.leaves[i], self.paths[i], precision) for i in self.active]
+        return [to_compute(self.leaves[i], precision) for i in self.active]
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """The arguments of a call with these tensors in the differentiated places."""
@@ -172,10 +172,7 @@ class Selection:
     def gradients(self, tensors: Sequence[torch.Tensor], precision: Precision | None, factor: torch.Tensor | None) -> PyTree:
         """Gradients as they leave: multiplied by a factor, in their param's dtype and place; zeros for what cannot be differentiated."""
         given = iter(tensors)
-        leaves = [
-            to_storage(next(given), path, x.dtype, precision, factor) if is_active(x) else _zero(x)
-            for path, x in zip(self.paths, self.leaves, strict=True)
-        ]
+        leaves = [to_storage(next(given), x, precision, factor) if is_active(x) else _zero(x) for x in self.leaves]
         found = tree.unflatten(self.structure, leaves)
         return found[0] if self.single else found
 
@@ -237,17 +234,60 @@ def _kinds(leaves: Sequence[Any]) -> str:
 # ---- where params leave storage, and where gradients arrive in it
 
 
-def to_compute(leaf: torch.Tensor, path: str, precision: Precision | None) -> torch.Tensor:
-    """A param as the loss function gets it: this is the one place where params leave their storage."""
-    return leaf if precision is None or not leaf.is_floating_point() else leaf.to(precision.compute)
+@dataclass(frozen=True)
+class Markers:
+    """Operations that say nothing but where they stand; a function captured for a mesh is recorded with them."""
+
+    unshard: Callable[[torch.Tensor], torch.Tensor]
+    store_grad: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    part_grad: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    constrain: Callable[[torch.Tensor, str], torch.Tensor]
 
 
-def to_storage(
-    gradient: torch.Tensor, path: str, dtype: torch.dtype, precision: Precision | None, factor: torch.Tensor | None
-) -> torch.Tensor:
+_markers: ContextVar[Markers | None] = ContextVar("functrain_markers", default=None)
+
+
+@contextmanager
+def marked(markers: Markers | None) -> Iterator[None]:
+    """Inside, the outermost derivatives leave these markers."""
+    token = _markers.set(markers)
+    try:
+        yield
+    finally:
+        _markers.reset(token)
+
+
+def recorded_markers() -> Markers | None:
+    """The markers of the capture around this, whatever derivatives it is inside of."""
+    return None if transform_is_active() else _markers.get()
+
+
+def active_markers() -> Markers | None:
+    """The markers to leave at this point: none inside another derivative or transform, where params have left their storage already."""
+    return None if is_nested() or transform_is_active() else _markers.get()
+
+
+def to_compute(leaf: torch.Tensor, precision: Precision | None) -> torch.Tensor:
+    """A param as the loss function gets it: this is the one place where params leave their storage, in the dtype to compute in."""
+    leaf = leaf if precision is None or not leaf.is_floating_point() else leaf.to(precision.compute)
+    markers = active_markers()
+    return leaf if markers is None else markers.unshard(leaf)
+
+
+def of_microbatch(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """The gradient of one microbatch, before it is summed with the others'."""
+    markers = active_markers()
+    return gradient if markers is None else markers.part_grad(gradient, leaf)
+
+
+def to_storage(gradient: torch.Tensor, leaf: torch.Tensor, precision: Precision | None, factor: torch.Tensor | None) -> torch.Tensor:
     """A gradient as it leaves: this is the one place where gradients arrive in their param's storage, reduced in `precision.reduce`."""
     if precision is not None and gradient.is_floating_point():
         gradient = gradient.to(precision.reduce)
+    markers = active_markers()
+    if markers is not None:
+        gradient = markers.store_grad(gradient, leaf)
+    dtype = leaf.dtype
     if factor is not None:
         wide = torch.promote_types(gradient.dtype, torch.float32)
         gradient = gradient.to(wide) * factor

@@ -224,3 +224,84 @@ def written_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             written += [x for x in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(x, torch.Tensor)]
     return written
+
+
+# ---- meshes and DTensor's rules
+
+
+def mesh_for_rules(sizes: Sequence[int], names: Sequence[str]) -> Any:
+    """A `DeviceMesh` of this shape with no back end and no process group, which is all that DTensor's rules read.
+
+    The public constructor makes process groups, one a rank of the world.
+    """
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - half a second that one device does not pay
+
+    world = 1
+    for size in sizes:
+        world *= size
+    return DeviceMesh("cpu", torch.arange(world).view(*sizes), mesh_dim_names=tuple(names), _init_backend=False, _rank=0)
+
+
+def register_one_thread_gloo() -> str:
+    """The name of a gloo back end with one worker thread, registered at the first call.
+
+    gloo's two worker threads corrupt the heap with several collectives in flight (torch 2.13). The number of threads has no public
+    setting: `init_process_group` ignores the options of gloo.
+    """
+    import torch.distributed as dist  # noqa: PLC0415
+
+    name = "gloo_one_thread"
+    if name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(name, _one_thread_gloo, extended_api=True, devices=["cpu"])
+    return name
+
+
+def _one_thread_gloo(options: Any, _: Any) -> Any:
+    import torch.distributed as dist  # noqa: PLC0415
+
+    own = dist.ProcessGroupGloo._Options()
+    own._threads = 1
+    own._timeout = options.timeout
+    own._devices = [dist.ProcessGroupGloo.create_default_device()]
+    own.global_ranks_in_group = options.global_ranks_in_group
+    own.group_name = options.group_id
+    return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, own)
+
+
+class ShardingRules:
+    """DTensor's rule book: which placements an operation accepts and what it returns. It has no public form for a graph without DTensors."""
+
+    def __init__(self) -> None:
+        from torch.distributed.tensor import DTensor  # noqa: PLC0415
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: PLC0415
+        from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo  # noqa: PLC0415
+
+        self.spec_class, self.meta_class = DTensorSpec, TensorMeta
+        self._propagator = DTensor._op_dispatcher.sharding_propagator
+        self._schema, self._info = OpSchema, RuntimeSchemaInfo
+
+    def spec(self, mesh: Any, placements: Sequence[Any], shape: Sequence[int], dtype: torch.dtype) -> Any:
+        """A DTensor spec of row-major strides."""
+        size, strides, step = torch.Size(shape), [], 1
+        for n in reversed(size):
+            strides.append(step)
+            step *= max(n, 1)
+        return self.spec_class(mesh, tuple(placements), tensor_meta=self.meta_class(size, tuple(reversed(strides)), dtype))
+
+    def ask(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The rule's answer (an `OutputSharding`), for arguments whose tensors are specs; raises where there is no rule."""
+        info = self._propagator.op_to_schema_info.get(operation, self._info(needs_pytree=True))
+        return self._propagator.propagate_op_sharding(self._schema(operation, tuple(args), dict(kwargs), schema_info=info))
+
+
+def partition_decompositions() -> dict[Any, Callable[..., Any]]:
+    """Operations whose rule in DTensor is wrong, in simpler ones: it takes the mean of a loss over ranks as a mean of their means.
+
+    torch's own decompositions; the public table of `torch.export` holds those that export wants.
+    """
+    from torch._decomp import get_decompositions  # noqa: PLC0415
+
+    aten = torch.ops.aten
+    wrong = [aten.nll_loss_forward, aten.nll_loss_backward, aten.nll_loss2d_forward, aten.nll_loss2d_backward]
+    wrong += [aten.linalg_vector_norm]
+    return dict(get_decompositions([*wrong, aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward]))

@@ -17,6 +17,7 @@ from functrain.compile.errors import LeafError
 from functrain.compile.functionalize import without_mutation
 from functrain.compile.graph import drop_dead_code
 from functrain.compile.recorder import Recorder
+from functrain.differentiate import Markers, marked
 from functrain.torch_internals import FakeTensorMode, active_modes, single_threaded_backward
 
 
@@ -44,7 +45,13 @@ class Output:
     index: int
 
 
-def capture(function: Callable[..., Any], arguments: Sequence[Any], paths: Sequence[str], rebuild: Callable[[list[Any]], Any]) -> Captured:
+def capture(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    paths: Sequence[str],
+    rebuild: Callable[[list[Any]], Any],
+    markers: Markers | None = None,
+) -> Captured:
     """Record one call as a graph.
 
     Args:
@@ -52,19 +59,21 @@ def capture(function: Callable[..., Any], arguments: Sequence[Any], paths: Seque
         arguments: the tensor leaves of the call, real or abstract; only shape, strides, dtype and device are read.
         paths: the path of each leaf, for messages.
         rebuild: turns the list of leaves into the function's (args, kwargs).
+        markers: for a graph that is to be partitioned: what derivatives leave in it.
 
     Raises:
         CaptureError: the function does something that a graph cannot hold; the message names the user's line and the remedy.
     """
     start = time.perf_counter()
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(fake_mode)
+    recorder = Recorder(fake_mode, decompose=markers is not None)
     fakes = [recorder.input(path, leaf) for path, leaf in zip(paths, arguments, strict=True)]
     args, kwargs = rebuild(fakes)
     with ExitStack() as stack:
         stack.enter_context(single_threaded_backward())
         stack.enter_context(fake_mode)
         stack.enter_context(recorder)
+        stack.enter_context(marked(markers))
         result = function(*args, **kwargs)
     leaves, structure = tree.flatten(result)
     outputs = [x for x in leaves if isinstance(x, torch.Tensor)]

@@ -27,3 +27,7 @@ class DonatedError(RuntimeError):
 
 class LeafError(TypeError):
     """An argument's leaf is of a type that no graph can take."""
+
+
+class PartitionError(CaptureError):
+    """A captured step cannot be cut for its mesh."""

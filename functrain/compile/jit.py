@@ -1,369 +1,62 @@
-"""`jit`: call a function as one captured graph, captured once for each set of argument shapes."""
+"""`jit`: call a function as one captured graph, on one device or on a mesh."""
 
-import contextlib
-import functools
-import inspect
-import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-
-from functrain import tree
-from functrain.compile.abstract import ShapeDtypeStruct
-from functrain.compile.capture import as_tensor_leaf, capture, is_capturing
-from functrain.compile.codegen import FILENAME
-from functrain.compile.donation import Donated, retire
-from functrain.compile.entry import Entry, Signature, signature_of
-from functrain.compile.errors import CaptureError, DonatedError
-from functrain.compile.guards import Guards, watch
-from functrain.compile.lower import BACKENDS, Executable, Lowered, Options, build, lower, rebuild_result
+from functrain.compile.jitted import Jitted
+from functrain.compile.lower import BACKENDS, Options
 from functrain.compile.passes import Pass
-from functrain.compile.report import Compilation, Report, Status
-from functrain.compile.source import source_of_function
-from functrain.differentiate import is_nested
-from functrain.torch_internals import transform_is_active
-
-logger = logging.getLogger("functrain.compile")
-_disabled: ContextVar[bool] = ContextVar("functrain_jit_disabled", default=False)
-
-
-@contextlib.contextmanager
-def disable_jit() -> Iterator[None]:
-    """Inside, jitted functions run as plain Python, operation by operation, with the same numbers: for debugging with print and pdb.
-
-    >>> with disable_jit():
-    ...     float(jit(lambda x: x * 2)(torch.tensor(3.0)))
-    6.0
-    """
-    token = _disabled.set(True)
-    try:
-        yield
-    finally:
-        _disabled.reset(token)
+from functrain.compile.planned import PlannedJit
+from functrain.sharding import Plan
 
 
 def jit(
     function: Callable[..., Any],
     *,
-    plan: None = None,
+    plan: Plan | None = None,
     donate: str | Iterable[str] = (),
     static_argnames: str | Iterable[str] = (),
     backend: str = "auto",
     memory: None = None,
     passes: str | Iterable[Pass] = "auto",
     release_over: int = 0,
-) -> "Jitted":
+    strict: bool = False,
+) -> Jitted:
     """Capture a pure function as one graph at its first call, and run the graph from then on.
 
     Args:
         function: takes and returns trees of tensors; it must be pure, and must not branch on tensor values.
-        plan: where the leaves live on a mesh; not available yet.
+        plan: where the leaves live on a mesh; None: on one device.
         donate: names of arguments that the step may overwrite. Their tensors cannot be used after the call.
         static_argnames: names of arguments that are Python values, part of the graph; they must be hashable.
         backend: "eager" (operation by operation, freeing at last use), "inductor", or "auto": eager on CPU, inductor on CUDA.
         memory: a budget in bytes; not available yet.
         passes: "auto", or the graph passes to run, in order.
+        strict: with a plan: what it did not ask for (a redistribution, an operation computed whole on every rank) is an error.
         release_over: bytes; values of at least this size are freed at their last use, smaller ones when the step ends.
 
     Returns:
         A function with `.lower(...)`, `.status` and `.report()`.
 
     Raises:
-        NotImplementedError: `plan` or `memory` is given.
+        NotImplementedError: `memory` is given.
         ValueError: an unknown back end, or a name in `donate` or `static_argnames` that is no argument of the function.
 
     >>> step = jit(lambda state, x: {"sum": state["sum"] + x.sum()}, donate="state")
     >>> float(step({"sum": torch.tensor(1.0)}, torch.ones(3))["sum"])
     4.0
     """
-    for name, value in (("plan", plan), ("memory", memory)):
-        if value is not None:
-            raise NotImplementedError(f"jit({name}=...) is not available yet: leave it out to run on one device")
+    if memory is not None:
+        raise NotImplementedError("jit(memory=...) is not available yet: leave it out")
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
     options = Options(backend, passes if isinstance(passes, str) else tuple(passes), release_over)
     if isinstance(options.passes, str) and options.passes != "auto":
         raise ValueError(f'passes={options.passes!r} is unknown; give "auto" or a sequence of passes')
+    if plan is not None:
+        return PlannedJit(function, _names(donate), _names(static_argnames), options, plan, strict)
     return Jitted(function, _names(donate), _names(static_argnames), options)
 
 
 def _names(given: str | Iterable[str]) -> frozenset[str]:
     return frozenset((given,) if isinstance(given, str) else given)
-
-
-class Jitted:
-    """A captured function. Call it as the function; see `jit`."""
-
-    def __init__(self, function: Callable[..., Any], donate: frozenset[str], static: frozenset[str], options: Options) -> None:
-        functools.update_wrapper(self, function)
-        self.function = function
-        self.name = getattr(function, "__name__", type(function).__name__)
-        self.options = options
-        self.donate, self.static = donate, static
-        self._parameters = _parameter_names(function, donate | static)
-        self._entries: dict[Any, list[Entry]] = {}
-        self._compilations: list[Compilation] = []
-        self._uncaptured: dict[str, int] = {}
-        self._latest: tuple[Any, Entry] | None = None  # key and entry of the latest call
-        self._last: tuple[Signature, Any] | None = None  # signature and key of the latest compilation
-
-    # ---- calling
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the captured graph; the first call with new shapes captures it.
-
-        Raises:
-            CaptureError: the function cannot be captured; names the user's line and the remedy.
-            DonatedError: an argument was donated to an earlier call.
-        """
-        reason = self._runs_uncaptured()
-        if reason is not None:
-            self._uncaptured[reason] = self._uncaptured.get(reason, 0) + 1
-            return self.function(*args, **kwargs)
-        args, kwargs, statics = self._split_static(args, kwargs) if self.static else (args, kwargs, {})
-        entry, leaves = self._recall(args, kwargs, statics)
-        if entry is not None and entry.glance.check(leaves):
-            return self._run(entry, leaves, distinct=True)
-        if entry is None or not entry.fits(leaves):
-            leaves, key = self._flatten(args, kwargs, statics)
-            entry = self._find(leaves, key)
-            if entry is None:
-                leaves = self._as_tensors(leaves, key)
-                entry = self._find(leaves, key) or self._compile(leaves, key, statics)
-            self._latest = key, entry
-        return self._run(entry, leaves)
-
-    def _recall(self, args: tuple[Any, ...], kwargs: dict[str, Any], statics: dict[str, Any]) -> tuple[Entry | None, list[Any]]:
-        """The latest entry if this call has its structure: a known one is taken apart ten times faster than a new one."""
-        if self._latest is None:
-            return None, []
-        (structure, static, ambient), entry = self._latest
-        try:
-            leaves = structure.flatten_up_to((args, kwargs))
-        except ValueError:
-            return None, []
-        same = ambient == _ambient() and static == _static_key(statics)
-        return (entry, leaves) if same else (None, [])
-
-    def _runs_uncaptured(self) -> str | None:
-        """Why this call must run as plain Python; None where it need not."""
-        if _disabled.get():
-            return "jit is disabled"
-        if is_capturing():
-            return "called inside another captured function, whose graph it becomes part of"
-        if is_nested() or transform_is_active():
-            return "called inside a transform (grad, vmap, ...), which needs its operations"
-        return None
-
-    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any], statics: dict[str, Any]) -> tuple[list[Any], Any]:
-        """Leaves of the dynamic arguments, and the cache key of everything else."""
-        leaves, structure = tree.flatten((args, kwargs))
-        return leaves, (structure, _static_key(statics), _ambient())
-
-    def _split_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-        statics = {}
-        dynamic = list(args)
-        for i in range(len(args)):
-            if self._parameter(i) in self.static:
-                statics[self._parameter(i)], dynamic[i] = args[i], None
-        statics.update({name: value for name, value in kwargs.items() if name in self.static})
-        for name, value in statics.items():
-            _check_static(name, value)
-        rest = {name: value for name, value in kwargs.items() if name not in self.static}
-        return tuple(dynamic), rest, statics
-
-    def _parameter(self, i: int) -> str:
-        """The name of the i-th positional argument."""
-        return self._parameters[i] if i < len(self._parameters) else f"args/{i}"
-
-    def _find(self, leaves: list[Any], key: Any) -> Entry | None:
-        return next((entry for entry in self._entries.get(key, ()) if entry.fits(leaves)), None)
-
-    def _as_tensors(self, leaves: list[Any], key: Any) -> list[Any]:
-        """Numbers and arrays as tensors; a donated tensor raises."""
-        paths = self._paths(key[0])
-        for leaf in leaves:
-            if isinstance(leaf, Donated):
-                raise DonatedError(type(leaf).message())
-        return [as_tensor_leaf(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
-
-    def _paths(self, structure: tree.Structure) -> list[str]:
-        """Paths of the leaves as a user writes them: the argument's name first."""
-        args, kwargs = tree.unflatten(structure, range(structure.num_leaves))
-        named = {self._parameter(i): value for i, value in enumerate(args)}
-        pairs = tree.leaves_with_path({**named, **kwargs})
-        return [path for path, _ in sorted(pairs, key=lambda pair: pair[1])]
-
-    def _run(self, entry: Entry, leaves: list[Any], distinct: bool = False) -> Any:
-        entry.guards.check()
-        inputs = list(leaves)
-        if entry.donated:
-            self._hand_over(entry, leaves, inputs, distinct)
-        del leaves
-        try:
-            with torch.no_grad():
-                results = entry.executable.call(inputs)
-        except Exception as error:
-            _add_line(error, entry.executable)
-            raise
-        captured = entry.executable.lowered.captured
-        return tree.unflatten(captured.out_structure, results if entry.all_tensors else rebuild_result(captured, results))
-
-    def _hand_over(self, entry: Entry, leaves: list[Any], inputs: list[Any], distinct: bool) -> None:
-        """Give the graph new tensors on the donated leaves' memory, and retire the caller's."""
-        if not distinct:
-            entry.check_distinct(leaves)
-        for i in entry.donated:
-            inputs[i] = leaves[i].data
-        retire([leaves[i] for i in entry.donated], entry.retired, entry.emptied)
-
-    # ---- capturing
-
-    def _compile(self, leaves: list[Any], key: Any, statics: dict[str, Any]) -> Entry:
-        lowered, guards = self._lower(leaves, key, statics)
-        entry = self._add(lowered, guards, leaves, key)
-        entry.check_overlap(leaves)
-        return entry
-
-    def _add(self, lowered: Lowered, guards: Guards, leaves: list[Any], key: Any) -> Entry:
-        """Build a lowered step and remember it for these leaves' signature."""
-        executable = build(lowered)
-        signature = signature_of(leaves)
-        self._note(executable, key, signature)
-        entry = Entry.make(executable, signature, guards, self.name)
-        self._entries.setdefault(key, []).insert(0, entry)
-        return entry
-
-    def _lower(self, leaves: list[Any], key: Any, statics: dict[str, Any]) -> tuple[Lowered, Guards]:
-        structure = key[0]
-        paths = self._paths(structure)
-        guards = watch(self.function)
-
-        def rebuild(fakes: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            args, kwargs = tree.unflatten(structure, fakes)
-            names = [self._parameter(i) for i in range(len(args))]
-            positional = tuple(statics.get(name, value) for name, value in zip(names, args, strict=True))
-            return positional, {**kwargs, **{name: value for name, value in statics.items() if name not in names}}
-
-        captured = capture(self.function, leaves, paths, rebuild)
-        guards.check(during_capture=True)
-        donated = frozenset(i for i, path in enumerate(paths) if path.split("/")[0] in self.donate)
-        return lower(captured, donated, self.options), guards
-
-    def _note(self, executable: Executable, key: Any, signature: Signature) -> None:
-        paths = executable.lowered.captured.in_paths
-        why = "first call" if self._last is None else signature.difference(self._last[0], paths, key, self._last[1])
-        self._last = signature, key
-        program = executable.program
-        done = Compilation(
-            number=len(self._compilations),
-            why=why,
-            nodes=sum(n.op == "call_function" for n in executable.lowered.graph.graph.nodes),
-            capture_seconds=executable.lowered.captured.seconds,
-            lower_seconds=executable.seconds,
-            status=executable.status,
-            passes=executable.lowered.passes,
-            released=program.released if program else (),
-            kept=program.kept if program else (),
-        )
-        self._compilations.append(done)
-        if done.number:
-            logger.warning("%s is captured again (%d): %s", self.name, done.number, why)
-
-    # ---- looking
-
-    def lower(self, *args: Any, **kwargs: Any) -> "LoweredCall":
-        """Capture for these arguments, real or abstract (`ShapeDtypeStruct`), without running anything."""
-        args, kwargs, statics = self._split_static(args, kwargs)
-        leaves, key = self._flatten(args, kwargs, statics)
-        paths = self._paths(key[0])
-        leaves = [x if isinstance(x, ShapeDtypeStruct) else as_tensor_leaf(x, path) for x, path in zip(leaves, paths, strict=True)]
-        lowered, guards = self._lower(leaves, key, statics)
-        return LoweredCall(self, lowered, key, guards, leaves)
-
-    @property
-    def status(self) -> Status:
-        """What runs when the step is called: the truth, not the wish."""
-        if _disabled.get():
-            return Status("disabled", "none", "inside disable_jit()")
-        return self._compilations[-1].status if self._compilations else Status("not captured", "none", "it was not called yet")
-
-    def report(self) -> Report:
-        """Everything the step has done so far: each compilation and why, its passes, what is released where, uncaptured calls."""
-        return Report(self.name, source_of_function(self.function), tuple(self._compilations), dict(self._uncaptured))
-
-
-class LoweredCall:
-    """What `step.lower(...)` returns: text, analyses and `compile()`; nothing has run."""
-
-    def __init__(self, step: Jitted, lowered: Lowered, key: Any, guards: Guards, leaves: list[Any]) -> None:
-        self._step, self._key, self._guards, self._leaves = step, key, guards, leaves
-        self.lowered = lowered
-        self.as_text = lowered.as_text
-        self.memory_analysis = lowered.memory_analysis
-        self.cost_analysis = lowered.cost_analysis
-
-    @property
-    def graph(self) -> torch.fx.GraphModule:
-        """The graph after the passes."""
-        return self.lowered.graph
-
-    @property
-    def captured(self) -> torch.fx.GraphModule:
-        """The graph as captured, before the passes: without mutation."""
-        return self.lowered.captured.graph
-
-    def compile(self) -> Jitted:
-        """The step, with this call's graph built: the next call with these shapes runs at once."""
-        if self._step._find(self._leaves, self._key) is None:
-            self._step._add(self.lowered, self._guards, self._leaves, self._key)
-        return self._step
-
-
-def _parameter_names(function: Callable[..., Any], needed: frozenset[str]) -> list[str]:
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    known = {p.name for p in parameters}
-    accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    for name in sorted(needed - known):
-        if not accepts_any:
-            raise ValueError(f"{name!r} is no argument of {getattr(function, '__name__', function)}; it has {', '.join(known) or 'none'}")
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def _check_static(name: str, value: Any) -> None:
-    try:
-        hash(value)
-    except TypeError:
-        raise CaptureError(
-            f"the static argument {name!r} is {type(value).__name__}, which is not hashable: static values tell graphs apart. Use a tuple, "
-            "a frozen dataclass or a string."
-        ) from None
-    if isinstance(value, torch.Tensor):
-        raise CaptureError(f"the static argument {name!r} is a tensor; leave it out of `static_argnames` to pass its values to the graph")
-
-
-def _add_line(error: Exception, executable: Executable) -> None:
-    """Tell an error of a running graph which line of the user's code it comes from."""
-    entry, line = error.__traceback__, None
-    while entry is not None:
-        if entry.tb_frame.f_code.co_filename == FILENAME and executable.program is not None:
-            line = executable.program.lines.get(entry.tb_lineno)
-        entry = entry.tb_next
-    if line is not None:
-        error.add_note(f"in the operation of {line}")
-
-
-def _static_key(statics: dict[str, Any]) -> tuple[Any, ...]:
-    """Names, types and values: 1 and True are equal, but make different graphs."""
-    return tuple((name, type(value), value) for name, value in statics.items())
-
-
-def _ambient() -> tuple[Any, ...]:
-    """Settings of torch that change what a function's operations are."""
-    autocast = [(device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-    return (torch.get_default_dtype(), *autocast)

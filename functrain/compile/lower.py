@@ -29,8 +29,12 @@ from functrain.compile.passes import (
     reuse_buffers,
     run_passes,
 )
+from functrain.compile.real import bound
 from functrain.compile.report import Status
+from functrain.compile.schedule import schedule
 from functrain.compile.text import as_text
+from functrain.compile.virtual import VirtualProgram
+from functrain.sharding import Mesh
 
 logger = logging.getLogger("functrain.compile")
 BACKENDS = ("auto", "eager", "inductor")
@@ -54,6 +58,12 @@ class Lowered:
     passes: tuple[PassReport, ...]
     donated: frozenset[int]  # numbers of the donated inputs
     options: Options
+    mesh: Mesh | None = None  # whose collectives the graph has
+
+    @property
+    def ranks(self) -> bool:
+        """Whether the graph is that of one rank of several."""
+        return self.mesh is not None and self.mesh.world_size > 1
 
     def as_text(self) -> str:
         """The graph as readable code: each operation with the shape of its result and the user's line."""
@@ -84,26 +94,29 @@ class Executable:
     aliased: frozenset[int]  # donated inputs whose memory a result took over
 
 
-def lower(captured: Captured, donated: frozenset[int], options: Options) -> Lowered:
-    """Run the passes that the back end wants."""
+def lower(captured: Captured, donated: frozenset[int], options: Options, mesh: Mesh | None = None) -> Lowered:
+    """Run the passes that the back end wants; on a mesh of several ranks collectives are scheduled too."""
     if options.backend not in BACKENDS:
         raise ValueError(f"backend {options.backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
     # Results must not share memory whatever passes are chosen; equal ones are merged before that, and not after.
     chosen = [own_outputs(donated), *options.passes]
     if options.passes == "auto":
-        chosen = [merge_equal, own_outputs(donated), *_passes(_backend(options, captured.graph), donated)]
+        scheduled = mesh is not None and mesh.world_size > 1
+        chosen = [merge_equal, own_outputs(donated), *_passes(_backend(options, captured.graph, scheduled), donated, scheduled)]
     graph, reports = run_passes(captured.graph, chosen)  # type: ignore[arg-type]
-    return Lowered(captured, graph, reports, donated, options)
+    return Lowered(captured, graph, reports, donated, options, mesh)
 
 
-def _passes(backend: str, donated: frozenset[int]) -> list[Pass]:
-    shared = [cleanup, fuse_adamw]
+def _passes(backend: str, donated: frozenset[int], scheduled: bool) -> list[Pass]:
+    shared = [cleanup, fuse_adamw, *([schedule()] if scheduled else [])]
     if backend == "inductor":  # it orders and reuses buffers itself
         return [*shared, donate(donated)]
     return [*shared, early_updates(donated), donate(donated), reuse_buffers(donated)]
 
 
-def _backend(options: Options, graph: fx.GraphModule) -> str:
+def _backend(options: Options, graph: fx.GraphModule, ranks: bool = False) -> str:
+    if ranks:
+        return "eager"
     if options.backend != "auto":
         return options.backend
     on_gpu = any(n.meta["val"].device.type == "cuda" for n in placeholders(graph.graph))
@@ -113,9 +126,14 @@ def _backend(options: Options, graph: fx.GraphModule) -> str:
 def build(lowered: Lowered) -> Executable:
     """Make a lowered step runnable; where Inductor fails the graph runs operation by operation, and status and log say so."""
     start = time.perf_counter()
-    wanted = _backend(lowered.options, lowered.graph)
+    wanted = _backend(lowered.options, lowered.graph, lowered.ranks)
     status = Status("captured", "eager")
-    call = None
+    call: Any = None
+    if lowered.ranks and lowered.options.backend == "inductor":
+        status = Status("captured", "eager", "Inductor does not run a graph with collectives yet")
+    if lowered.mesh is not None and lowered.mesh.kind == "virtual":
+        call = VirtualProgram(lowered.graph, lowered.mesh).call
+        return Executable(lowered, call, None, status, time.perf_counter() - start, _taken_over(lowered))
     if wanted == "inductor":
         try:
             call = compile_graph(lowered.graph)
@@ -127,7 +145,8 @@ def build(lowered: Lowered) -> Executable:
             status = Status("fallen back", "eager", reason)
     program = None
     if call is None:
-        program = generate(lowered.graph, lowered.options.release_over)
+        runnable = bound(lowered.graph, lowered.mesh) if lowered.mesh is not None and lowered.ranks else lowered.graph
+        program = generate(runnable, lowered.options.release_over)
         call = program.call
     return Executable(lowered, call, program, status, time.perf_counter() - start, _taken_over(lowered))
 

@@ -25,6 +25,7 @@ from functrain.torch_internals import (
     current_autograd_sequence_number,
     disable_current_modes,
     next_autograd_sequence_number,
+    partition_decompositions,
     storage_identity,
     written_arguments,
 )
@@ -46,8 +47,9 @@ class Recorder(TorchDispatchMode):
         """False: torch would otherwise import its compiler (a second) to keep it out of this mode's method, where it never comes."""
         return False
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, fake_mode: FakeTensorMode, decompose: bool = False) -> None:
         super().__init__()
+        self.decompositions = partition_decompositions() if decompose else {}  # operation -> the same in simpler ones
         self.fake_mode = fake_mode
         self.graph = fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}  # get_attr target -> value
@@ -97,6 +99,9 @@ class Recorder(TorchDispatchMode):
                 f"{self._where()}: {func} draws from torch's global generator. Pass a key: call functrain.random, or wrap the call in "
                 "`with ft.random.scope(key):` (a module's `apply` takes `key=`)."
             )
+        if func in self.decompositions:
+            with self:
+                return self.decompositions[func](*args, **kwargs)
         self._check_writes(func, args, kwargs)
         result = self._compute(func, args, kwargs)
         if func in _QUERIES or func in _READS_A_VALUE:

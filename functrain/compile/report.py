@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from functrain.compile.codegen import Released
+from functrain.compile.partition import PartitionReport
 from functrain.compile.passes import PassReport
 from functrain.compile.source import SourceLine
 
@@ -32,6 +33,7 @@ class Compilation:
     passes: tuple[PassReport, ...] = ()
     released: tuple[Released, ...] = ()
     kept: tuple[str, ...] = ()
+    partition: PartitionReport | None = None  # on a mesh
 
     def __str__(self) -> str:
         timing = f"captured in {self.capture_seconds:.2f} s, lowered in {self.lower_seconds:.2f} s"
@@ -39,6 +41,7 @@ class Compilation:
         lines += [f"  pass {p.name}: {p.changed} places" for p in self.passes]
         total = sum(r.nbytes for r in self.released)
         lines.append(f"  {len(self.released)} values ({total} bytes) released at their last use, {len(self.kept)} kept until the end")
+        lines += [f"  {line}" for line in str(self.partition).splitlines()] if self.partition else []
         return "\n".join(lines)
 
 

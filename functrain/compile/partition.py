@@ -1,0 +1,343 @@
+"""A captured graph on global shapes and a spec for each input and output -> one rank's graph, the same text on every rank.
+
+The captured graph is walked once. DTensor's rules say which splits an operation accepts and returns (`sharding_rules.py` where they say
+nothing or wrong); the graph that comes out, its collectives, its padding and its report are ours.
+"""
+
+import operator
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.distributed.tensor import Partial, Replicate
+
+from functrain.compile.collectives import MARKERS, ops
+from functrain.compile.constraint import constraint_spec
+from functrain.compile.emitter import Emitter, Redistribution
+from functrain.compile.errors import PartitionError
+from functrain.compile.graph import drop_dead_code, is_mutable, placeholders
+from functrain.compile.padding import all_values, map_values, settle, store, unpad
+from functrain.compile.sharding_rules import Row, as_placement, choose, pointwise_rows, rows_for
+from functrain.compile.values import Placements, Value, parts, placements_of
+from functrain.sharding import Layout, Mesh, P, Plan
+from functrain.torch_internals import ShardingRules
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """One operation that every rank computes whole."""
+
+    operation: str
+    why: str
+    nbytes: int  # of its result
+    source: str
+    phase: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} ({self.nbytes / 2**20:.3f} MiB) is computed whole on every rank: {self.why} [{self.source}]"
+
+
+@dataclass(frozen=True)
+class PartitionReport:
+    """What partitioning put into a step that the user did not write."""
+
+    moves: tuple[Redistribution, ...]
+    replicated: tuple[Replicated, ...]
+    seconds: float
+
+    @property
+    def unplanned(self) -> tuple[Redistribution, ...]:
+        """The collectives that the plan did not ask for; sums of scalars, such as a loss over the batch, are part of its meaning."""
+        return tuple(move for move in self.moves if not move.planned)
+
+    @property
+    def unplanned_large(self) -> tuple[Redistribution, ...]:
+        """Of those, the ones that move more than a few scalars."""
+        return tuple(move for move in self.unplanned if move.nbytes > 64)
+
+    def counts(self) -> dict[str, int]:
+        """How many of each collective, such as `{"all_gather[data]": 12}`."""
+        return dict(Counter(f"{move.operation}[{move.axis}]" for move in self.moves))
+
+    def __str__(self) -> str:
+        lines = [f"collectives: {', '.join(f'{n} {name}' for name, n in sorted(self.counts().items())) or 'none'}"]
+        lines += [f"not asked for by the plan: {move}" for move in self.unplanned]
+        lines += [str(one) for one in self.replicated]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """One rank's graph, and how its inputs and outputs are split."""
+
+    graph: fx.GraphModule
+    in_specs: tuple[P, ...]
+    out_specs: tuple[P, ...]
+    report: PartitionReport
+
+
+def partition(
+    captured: fx.GraphModule, in_paths: Sequence[str], in_specs: Sequence[P], out_specs: Sequence[P], plan: Plan, layout: Layout
+) -> Partitioned:
+    """Cut a captured graph for one rank of the plan's mesh.
+
+    Args:
+        captured: a graph on global shapes, without mutation.
+        in_paths: of the inputs.
+        in_specs: how each input is split in storage.
+        out_specs: how each output is to be split.
+        plan: the mesh, and the specs of named activations.
+        layout: says how params are used and gradients are stored.
+
+    Raises:
+        PartitionError: an operation cannot be cut; names the user's line.
+    """
+    start = time.perf_counter()
+    walk = _Walk(captured, in_paths, plan, layout)
+    graph = walk.run(in_specs, out_specs)
+    report = PartitionReport(_kept_moves(graph, walk.emitter.moves), tuple(walk.replicated), time.perf_counter() - start)
+    return Partitioned(graph, tuple(in_specs), tuple(out_specs), report)
+
+
+def _kept_moves(graph: fx.GraphModule, moves: Sequence[Redistribution]) -> tuple[Redistribution, ...]:
+    """The moves whose collective is still in the graph: what nobody read is gone."""
+    left = {n.meta["move"] for n in graph.graph.nodes if "move" in n.meta}
+    return tuple(move for i, move in enumerate(moves) if i in left)
+
+
+class _Walk:
+    """One pass over a captured graph."""
+
+    def __init__(self, captured: fx.GraphModule, in_paths: Sequence[str], plan: Plan, layout: Layout) -> None:
+        self.captured, self.in_paths, self.plan, self.layout = captured, in_paths, plan, layout
+        self.mesh: Mesh = plan.mesh
+        device = next((n.meta["val"].device for n in placeholders(captured.graph)), torch.device("cpu"))
+        self.emitter = Emitter(self.mesh, device)
+        self.rules, self.rules_mesh = ShardingRules(), self.mesh.rules()
+        self.env: dict[fx.Node, Any] = {}
+        self.replicated: list[Replicated] = []
+
+    def run(self, in_specs: Sequence[P], out_specs: Sequence[P]) -> fx.GraphModule:
+        given = iter(in_specs)
+        for node in self.captured.graph.nodes:
+            self.emitter.tags = {key: node.meta.get(key) for key in ("source", "phase", "block")}
+            self.emitter.reason, self.emitter.planned = str(node.target), False
+            if node.op == "placeholder":
+                self.env[node] = self._input(node, next(given))
+            elif node.op == "get_attr":
+                self.env[node] = self._constant(node)
+            elif node.op == "output":
+                self._outputs(node, out_specs)
+            elif node.target in MARKERS:
+                self.env[node] = self._marker(node)
+            elif node.target is operator.getitem:
+                self.env[node] = self.env[node.args[0]][node.args[1]]
+            else:
+                self.env[node] = self._operation(node)
+        drop_dead_code(self.emitter.graph)
+        attributes = {str(n.target): getattr(self.captured, str(n.target)) for n in self.emitter.graph.nodes if n.op == "get_attr"}
+        return fx.GraphModule(attributes, self.emitter.graph)
+
+    # ---- the ends of the graph
+
+    def _input(self, node: fx.Node, spec: P) -> Value:
+        full, placements = node.meta["val"], placements_of(spec, self.mesh)
+        stored, local, padding = list(full.shape), list(full.shape), {}
+        for dim, n in parts(placements, self.mesh).items():
+            if stored[dim] % n:
+                padding[dim] = stored[dim]
+                stored[dim] += -stored[dim] % n
+            local[dim] = stored[dim] // n
+        new = self.emitter.graph.placeholder(node.name)
+        with self.emitter.fake_mode:
+            new.meta.update(node.meta, val=torch.empty(local, dtype=full.dtype, device=full.device))
+        return Value(new, placements, tuple(stored), padding)
+
+    def _constant(self, node: fx.Node) -> Value:
+        new = self.emitter.graph.get_attr(str(node.target))
+        new.meta.update(node.meta, val=self.emitter.fake_mode.from_tensor(getattr(self.captured, str(node.target))))
+        return self.emitter.value(new)
+
+    def _outputs(self, node: fx.Node, specs: Sequence[P]) -> None:
+        found = []
+        for item, spec in zip(node.args[0], specs, strict=True):
+            self.emitter.tags = {key: item.meta.get(key) for key in ("source", "phase", "block")}
+            self.emitter.reason, self.emitter.planned = "a result of the step", True
+            found.append(store(self.emitter, self.env[item], placements_of(spec, self.mesh)).node)
+        self.emitter.graph.output(tuple(found))
+
+    # ---- markers
+
+    def _marker(self, node: fx.Node) -> Value:
+        value = self.env[node.args[0]]
+        self.emitter.planned = True
+        if node.target is ops.constrain.default:
+            spec = constraint_spec(str(node.args[1]), self.plan)
+            if spec is None:
+                return value
+            self.emitter.reason = f"constraint {spec}"
+            return self._constrained(value, placements_of(spec, self.mesh))
+        like = node.args[0] if node.target is ops.unshard.default else node.args[1]
+        path = self._path(like)
+        if node.target is ops.unshard.default:
+            self.emitter.reason, self.emitter.tags["leaf"] = f"use of {path}", path
+            used = value.placements if path is None else placements_of(self.layout.used(path), self.mesh)
+            return unpad(self.emitter, self.emitter.redistribute(value, used))
+        if path is None:  # the gradient of a value that is no leaf stays as it comes
+            return value
+        self.emitter.reason, self.emitter.tags["leaf"] = f"gradient of {path}", path
+        stored = self.layout.gradient(path, self._shape_of(like))
+        if node.target is ops.part_grad.default and stored == self.layout.used(path):
+            return value  # whole gradients of microbatches add up on each rank and are reduced once
+        return store(self.emitter, value, placements_of(stored, self.mesh))
+
+    def _constrained(self, value: Value, want: Placements) -> Value:
+        if any(value.shape[dim] % n for dim, n in parts(want, self.mesh).items()):
+            return store(self.emitter, value, want)
+        return self.emitter.redistribute(unpad(self.emitter, value), want)
+
+    def _path(self, node: Any) -> str | None:
+        """The path of the param that a marker's value is, through casts; None for what the step computed."""
+        while node.op == "call_function" and node.target in (aten._to_copy.default, aten.detach.default, aten.alias.default):
+            node = node.args[0]
+        path = node.meta.get("path") if node.op == "placeholder" else None
+        return path if path is not None and self.layout.role(path) == "params" else None
+
+    def _shape_of(self, node: Any) -> tuple[int, ...]:
+        return tuple(node.meta["val"].shape)
+
+    # ---- one operation
+
+    def _operation(self, node: fx.Node) -> Any:
+        target: Any = node.target
+        if is_mutable(node):
+            raise PartitionError(f"{node.meta.get('source')}: {target} writes in place, which cannot be cut for a mesh")
+        if target in (aten.view.default, aten._unsafe_view.default):
+            target = aten.reshape.default  # a transposed local shard has no view of that shape
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.env.__getitem__)
+        args, kwargs = _plain(args), _plain(kwargs)
+        args, kwargs, padding = settle(self.emitter, target, args, kwargs)
+        values = all_values((args, kwargs))
+        if not values:
+            return self._results(self.emitter.emit(target, *args, **kwargs), None, {}, None)
+        try:
+            rows = rows_for(target, values, args)
+            if rows is not None:
+                return self._by_rows(rows, target, args, kwargs, padding, values)
+            return self._by_dtensor(node, target, args, kwargs, padding, values)
+        except PartitionError:
+            raise
+        except _Unknown as unknown:
+            return self._whole(node, target, args, kwargs, str(unknown))
+
+    def _by_rows(self, rows: list[Row], target: Any, args: Any, kwargs: Any, padding: dict[int, int], values: list[Value]) -> Any:
+        chosen = choose(rows, values, self.mesh.axis_sizes)
+        wanted = iter([tuple(as_placement(row.inputs[i]) for row in chosen) for i in range(len(values))])
+        args, kwargs = map_values(lambda v: self.emitter.redistribute(v, next(wanted)).node, (args, kwargs))
+        out = self.emitter.emit(target, *args, **kwargs)
+
+        def placements(i: int) -> Placements:
+            return tuple(as_placement(row.outputs[i]) if row.outputs else Replicate() for row in chosen)
+
+        return self._results(out, placements, padding, None)
+
+    def _by_dtensor(self, node: fx.Node, target: Any, args: Any, kwargs: Any, padding: dict[int, int], values: list[Value]) -> Any:
+        spec = self._spec
+        try:
+            answer = self.rules.ask(target, map_values(spec, args), map_values(spec, kwargs))
+        except Exception as error:
+            rows = pointwise_rows(target, values)
+            if rows is not None:
+                return self._by_rows(rows, target, args, kwargs, padding, values)
+            raise _Unknown(f"no rule ({type(error).__name__})") from None
+        asked = self._specs(
+            (answer.redistribute_schema.args_schema, answer.redistribute_schema.kwargs_schema) if answer.needs_redistribute else ()
+        )
+        if any(isinstance(p, Partial) and type(p) is not Partial for s in self._specs(answer.output_spec) for p in s.placements):
+            raise _Unknown("its rule gives a partial result of a special kind")
+        if not all(self._divides(s) for s in [*asked, *self._specs(answer.output_spec)]):
+            raise _Unknown("its rule splits a dimension that does not divide")
+        if answer.needs_redistribute:
+            wanted = iter(asked)
+            args, kwargs = map_values(lambda v: self.emitter.redistribute(v, next(wanted).placements), (args, kwargs))
+            if answer.use_val_from_redistribute_schema:  # shapes among the arguments become local; squeeze changes its overload
+                target = answer.redistribute_schema.op
+                given = answer.redistribute_schema.args_schema
+                args = tuple(a if _holds_value(a) else b for a, b in zip(args, given, strict=False))
+        args, kwargs = map_values(lambda v: v.node, (args, kwargs))
+        out = self.emitter.emit(target, *args, **kwargs)
+        specs = answer.output_spec if isinstance(answer.output_spec, (list, tuple)) else [answer.output_spec]
+        return self._results(
+            out, lambda i: specs[i].placements, padding, lambda i: tuple(specs[i].tensor_meta.shape) if specs[i].tensor_meta else None
+        )
+
+    def _whole(self, node: fx.Node, target: Any, args: Any, kwargs: Any, why: str) -> Any:
+        """Every rank computes the operation on whole arguments."""
+        args, kwargs = map_values(lambda v: unpad(self.emitter, v), (args, kwargs))
+        split = any(not isinstance(p, Replicate) for v in all_values((args, kwargs)) for p in v.placements)
+        args, kwargs = map_values(lambda v: self.emitter.redistribute(v, self.emitter.whole).node, (args, kwargs))
+        out = self.emitter.emit(target, *args, **kwargs)
+        if split:
+            vals = out.meta["val"] if isinstance(out.meta["val"], (tuple, list)) else (out.meta["val"],)
+            size = sum(v.numel() * v.element_size() for v in vals if isinstance(v, torch.Tensor))
+            tags = self.emitter.tags
+            self.replicated.append(Replicated(str(target), why, size, str(tags.get("source")), str(tags.get("phase"))))
+        return self._results(out, None, {}, None)
+
+    def _spec(self, value: Value) -> Any:
+        return self.rules.spec(self.rules_mesh, value.placements, value.shape, value.local.dtype)
+
+    def _specs(self, found: Any) -> list[Any]:
+        if isinstance(found, self.rules.spec_class):
+            return [found]
+        if isinstance(found, dict):
+            return self._specs(list(found.values()))
+        return [s for item in found for s in self._specs(item)] if isinstance(found, (list, tuple)) else []
+
+    def _divides(self, spec: Any) -> bool:
+        """Every shard has one size: a rule may ask for splits that do not divide, and those are refused."""
+        if spec.tensor_meta is None:
+            return True
+        return all(spec.tensor_meta.shape[dim] % n == 0 for dim, n in parts(spec.placements, self.mesh).items())
+
+    def _results(self, node: fx.Node, placements: Any, padding: dict[int, int], shapes: Any) -> Any:
+        val = node.meta["val"]
+
+        def one(n: fx.Node, i: int) -> Value:
+            chosen = tuple(placements(i)) if placements is not None else self.emitter.whole
+            shape = list(n.meta["val"].shape)
+            for dim, count in parts(chosen, self.mesh).items():
+                shape[dim] *= count
+            return Value(n, chosen, tuple(shape), padding)
+
+        if isinstance(val, torch.Tensor):
+            return one(node, 0)
+        if isinstance(val, (tuple, list)):
+            found = []
+            for i, item in enumerate(val):
+                found.append(one(self.emitter.emit(operator.getitem, node, i), i) if isinstance(item, torch.Tensor) else item)
+            return found
+        return node
+
+
+class _Unknown(Exception):
+    """There is no way to split an operation; it is computed whole."""
+
+
+def _holds_value(x: Any) -> bool:
+    return bool(all_values(x))
+
+
+def _plain(x: Any) -> Any:
+    """Fx's immutable lists and dicts as plain ones, which rules hash and unpack."""
+    if isinstance(x, tuple):
+        return tuple(_plain(y) for y in x)
+    if isinstance(x, list):
+        return [_plain(y) for y in x]
+    return {k: _plain(v) for k, v in x.items()} if isinstance(x, dict) else x

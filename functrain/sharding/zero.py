@@ -1,0 +1,78 @@
+"""ZeRO as specs: which of params, gradients and optimizer state have the data axis in their spec (Rajbhandari et al. 2020, arXiv 1910.02054)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from functrain import tree
+from functrain.sharding.mesh import Mesh
+from functrain.sharding.spec import P
+
+MIN_SIZE = 1024  # elements; a smaller leaf costs more in messages than it saves in bytes
+
+
+@dataclass(frozen=True)
+class Zero:
+    """What `zero` returns: plain data that a `Plan` reads."""
+
+    stage: int
+    axes: tuple[str, ...]
+    min_size: int = MIN_SIZE  # elements
+    groups: tuple[str, ...] = ()  # patterns of sub-trees that are gathered and reduced as one unit
+    only: str = "**"  # which params, by their path below the params
+
+    def covers(self, path: str) -> bool:
+        """Whether this says how the param of this path (below the params) is split."""
+        return tree.matches(self.only, path)
+
+    def split(self, base: P, shape: Sequence[int], mesh: Mesh) -> P:
+        """A leaf's spec with the axes added to a dimension that `base` leaves whole: one that divides, else the largest, padded."""
+        parts = 1
+        for axis in self.axes:
+            parts *= mesh.size(axis)
+        size = 1
+        for n in shape:
+            size *= n
+        free = [dim for dim in range(len(shape)) if dim >= len(base) or not base.entries[dim]]
+        if parts == 1 or not free or size == 0 or size < self.min_size:
+            return base
+        dim = next((d for d in free if shape[d] % parts == 0), max(free, key=lambda d: shape[d]))
+        for axis in self.axes:
+            base = base.adding(axis, dim)
+        return base
+
+    def to_plain(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "stage": self.stage,
+            "axis": list(self.axes),
+            "min_size": self.min_size,
+            "groups": list(self.groups),
+            "only": self.only,
+        }
+
+
+def zero(
+    stage: int, axis: str | Sequence[str] = "data", *, min_size: int = MIN_SIZE, groups: str | Sequence[str] = (), only: str = "**"
+) -> Zero:
+    """Split the training state over an axis: nothing (0), the optimizer state (1), the gradients too (2), and the params too (3).
+
+    Args:
+        stage: 0 to 3.
+        axis: the mesh axis, or several, the outermost first.
+        min_size: elements; smaller leaves stay whole.
+        groups: path patterns of sub-trees whose params are gathered and reduced as one unit.
+        only: which params this is for, by path below the params; the first `zero` of a plan that covers a param decides.
+
+    Raises:
+        ValueError: no such stage.
+
+    >>> zero(3).split(P(), (7, 8), Mesh(("data",), (2,), "abstract"))  # too small
+    P()
+    >>> zero(3, min_size=0).split(P(), (7, 8), Mesh(("data",), (2,), "abstract"))
+    P(None, 'data')
+    """
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        raise ValueError(f"ZeRO has the stages 0, 1, 2 and 3, not {stage!r}")
+    names = (groups,) if isinstance(groups, str) else tuple(groups)
+    return Zero(stage, (axis,) if isinstance(axis, str) else tuple(axis), min_size, names, only)
