@@ -52,3 +52,5 @@ from functrain.compile.errors import DonatedError as DonatedError
 from functrain.compile.constraint import with_sharding_constraint as with_sharding_constraint
 from functrain.compile.jitted import disable_jit as disable_jit
 from functrain.compile.jit import jit as jit
+from functrain.compile.place import device_put as device_put
+from functrain.compile.place import init as init

@@ -246,8 +246,7 @@ def _signals() -> Iterator[None]:
     """While ranks run torch's handlers raise in the main thread; then the caller's are back, and get the signal that came."""
     from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
 
-    numbers = signal.valid_signals() if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {n: signal.getsignal(n) for n in signal.valid_signals() if threading.current_thread() is threading.main_thread()}
     came: signal.Signals | None = None
     try:
         yield
@@ -271,7 +270,6 @@ class _Ranks:
         self.folder = folder
         self.alive: dict[int, float] = {}  # when each rank that has ended was last seen running, seconds of the epoch
         self.looked = time.time()
-        self.logs_kept = log_dir is not None
         logs = DefaultLogsSpecs(os.fspath(log_dir or folder / "logs"), redirects=Std.NONE if stdout == "inherit" else Std.ALL)
         args = dict.fromkeys(range(len(environments)), ("-P", os.path.abspath(__file__), str(folder)))  # -P: this folder is not searched
         self.context = SubprocessContext("rank", sys.executable, args, dict(enumerate(environments)), logs)
@@ -285,8 +283,9 @@ class _Ranks:
 
     @property
     def failed(self) -> list[int]:
-        ended = [(rank, handler.proc.returncode) for rank, handler in self.context.subprocess_handlers.items()]
-        return [rank for rank, status in ended if status or (status == 0 and not (self.folder / f"result_{rank}").exists())]
+        ended = {rank: handler.proc.returncode for rank, handler in self.context.subprocess_handlers.items() if rank not in self.running}
+        bad = {rank for rank, status in ended.items() if status or not (self.folder / f"result_{rank}").exists()}
+        return sorted(bad | {rank for rank, log in enumerate(self.logs) if (log / "traceback.txt").exists()})  # it may hang on its way out
 
     def start(self) -> None:
         """Start all, without torch's warning that a thread hears no signals: the pipe does that work."""
@@ -297,7 +296,7 @@ class _Ranks:
         finally:
             logger.removeFilter(keep)
 
-    def look(self) -> None:
+    def look(self, last: bool = False) -> None:
         """Notice who has ended, end what it left in its process group, and show what was written."""
         seen, self.looked = self.looked, time.time()
         for rank in self.running:
@@ -308,7 +307,7 @@ class _Ranks:
                 self.alive[rank] = seen
                 handler.proc.wait()
         for tail in self.tails:
-            tail.show()
+            tail.show(last)
 
     def wait(self, until: Callable[[], object], seconds: float | None) -> None:
         """Look until something is so, all have ended or the time is over."""
@@ -325,14 +324,13 @@ class _Ranks:
                 self.context.subprocess_handlers[rank].close(number)
             self.wait(lambda: False, GRACE)
         self.context.close(signal.SIGKILL, timeout=1)
-        for tail in self.tails:
-            tail.show(last=True)
+        self.look(last=True)
 
     def failure(self, rank: int) -> RankFailure:
         status, told = self.context.subprocess_handlers[rank].proc.returncode, self.logs[rank] / "traceback.txt"
         if not told.exists():
             return RankFailure(rank, status, "", "", self.alive[rank])
-        error, _, text = told.read_text().partition("\n")
+        error, _, text = told.read_text("utf-8").partition("\n")
         return RankFailure(rank, status, error, text, told.stat().st_mtime)
 
     def message(self, first: RankFailure, *others: RankFailure) -> str:
@@ -342,7 +340,7 @@ class _Ranks:
             f"{first}; all ranks were ended",
             f"Traceback of rank {first.rank}:\n{first.traceback}" if first.traceback else last and f"Its last words on stderr:\n{last}",
             f"Then {'; '.join(map(str, others))}" if others else "",
-            f"Logs: {log.parents[1]}" if self.logs_kept else "",
+            f"Logs: {log.parents[1]}" if self.folder not in log.parents else "",
         ]
         return "\n\n".join(part.rstrip() for part in parts if part)
 
@@ -351,8 +349,11 @@ def _wait_for_results(ranks: _Ranks, timeout: float | None) -> None:
     ranks.wait(lambda: ranks.failed, timeout)
     if ranks.failed:
         ranks.wait(lambda: False, SETTLE)
-        failures = tuple(sorted(map(ranks.failure, ranks.failed), key=lambda failure: failure.time))
-        raise LaunchError(ranks.message(*failures), failures, ranks.running)
+        failed = ranks.failed
+        unfinished = tuple(rank for rank in ranks.running if rank not in failed)
+        ranks.end()
+        failures = tuple(sorted(map(ranks.failure, failed), key=lambda failure: failure.time))
+        raise LaunchError(ranks.message(*failures), failures, unfinished)
     if unfinished := ranks.running:
         names = f"rank{'s' if len(unfinished) > 1 else ''} {', '.join(map(str, unfinished))}"
         raise LaunchError(f"{names} had not finished after {timeout:g} s; all ranks were ended", unfinished=unfinished)
@@ -367,7 +368,7 @@ class _Tail:
     stream: str  # "stdout" or "stderr"
     position: int = 0  # bytes shown
 
-    def show(self, last: bool = False) -> None:
+    def show(self, last: bool) -> None:
         if not os.path.exists(self.file):
             return
         with open(self.file, "rb") as file:
@@ -385,12 +386,11 @@ class _Tail:
 
 def _run_rank(folder: Path) -> int:
     """The program of one rank; returns its exit status."""
-    rank = world().rank
+    rank, report = world().rank, Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name("traceback.txt")
     _die_with_launcher(folder)
     faulthandler.enable()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.path[:] = json.loads((folder / "path").read_text())
-    report = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name("traceback.txt")
     try:
         fn, args = pickle.loads((folder / "job").read_bytes())
         result = fn(*args)
@@ -399,7 +399,7 @@ def _run_rank(folder: Path) -> int:
     except BaseException as error:
         told = traceback.TracebackException.from_exception(error)
         del told.stack[:1]  # our own frame
-        report.write_text("".join([next(told.format_exception_only()).split("\n")[0], "\n", *told.format()]))
+        report.write_text("".join([next(told.format_exception_only()).split("\n")[0], "\n", *told.format()]), "utf-8", "backslashreplace")
         return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     return 0
 

@@ -259,7 +259,7 @@ def register_one_thread_gloo() -> str:
 def _one_thread_gloo(options: Any, _: Any) -> Any:
     import torch.distributed as dist  # noqa: PLC0415
 
-    own = dist.ProcessGroupGloo._Options()
+    own = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     own._threads = 1
     own._timeout = options.timeout
     own._devices = [dist.ProcessGroupGloo.create_default_device()]
@@ -269,7 +269,7 @@ def _one_thread_gloo(options: Any, _: Any) -> Any:
 
 
 class ShardingRules:
-    """DTensor's rule book: which placements an operation accepts and what it returns. It has no public form for a graph without DTensors."""
+    """DTensor's rule book: which placements an operation accepts and what it returns. Without DTensors there is no public way in."""
 
     def __init__(self) -> None:
         from torch.distributed.tensor import DTensor  # noqa: PLC0415

@@ -25,7 +25,7 @@ FILL_SIZE = {  # constant fills, and which argument is their size
     aten.new_full.default: 1,
     aten.new_empty.default: 1,
 }
-FILL_LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default}
+FILL_LIKE = {aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.full_like.default: None}  # value; None: the second argument
 DRAWS = {  # random fills: (key, shape, start, size, ...)
     getattr(ops, f"threefry_{name}").default for name in ("bits", "uniform", "normal", "bernoulli", "integers")
 }
@@ -90,18 +90,8 @@ class Emitter:
         sizes = [v.numel() * v.element_size() for v in (x.meta["val"], node.meta["val"])]
         whole = sizes[0] * n if name == "all_gather" else sizes[0]
         node.meta.update(move=len(self.moves), planned=self.planned)
-        self.moves.append(
-            Redistribution(
-                name,
-                axis,
-                max(sizes),
-                self.reason,
-                self.planned,
-                str(self.tags.get("source")),
-                str(self.tags.get("phase")),
-                bytes_sent(name, whole, n),
-            )
-        )
+        tags = str(self.tags.get("source")), str(self.tags.get("phase"))
+        self.moves.append(Redistribution(name, axis, max(sizes), self.reason, self.planned, *tags, bytes_sent(name, whole, n)))
         return node
 
     def value(self, node: fx.Node, placements: Sequence[Placement] | None = None, shape: Sequence[int] | None = None) -> Value:
@@ -147,6 +137,8 @@ class Emitter:
 
     def _undo(self, node: fx.Node, have: list[Placement], want: Sequence[Placement], a: int) -> tuple[fx.Node, Placement]:
         h, w, axis = have[a], want[a], self.mesh.axis_names[a]
+        if not isinstance(h, Shard):
+            raise TypeError(f"only a split is taken back, not {h}")
         others = {p.dim for row in (have, want) for b, p in enumerate(row) if b != a and isinstance(p, Shard)}
         if isinstance(w, Shard) and h != w and not {h.dim, w.dim} & others and self._divides(node, w.dim, a):
             return self.collective("all_to_all", node, axis, w.dim, h.dim), w
@@ -177,7 +169,7 @@ class Emitter:
     # ---- a rank's piece of what every rank could make
 
     def cut(self, node: fx.Node, a: int, dim: int) -> fx.Node:
-        """This rank's piece along mesh axis number `a`. What is made from constants and keys alone is made at its local size."""
+        """The rank's piece along mesh axis number `a`. What is made from constants and keys alone is made at its local size."""
         made = self._made_small(node, a, dim)
         return made if made is not None else self.emit(ops.my_shard.default, node, self.mesh.axis_names[a], dim, self.mesh.axis_sizes[a])
 
@@ -190,11 +182,19 @@ class Emitter:
             at, args = FILL_SIZE[node.target], list(node.args)
             args[at] = [size if d == dim else s for d, s in enumerate(val.shape)]
             return self.emit(node.target, *args, **node.kwargs)
+        if node.target in FILL_LIKE:
+            return self.filled(node, [size if d == dim else s for d, s in enumerate(val.shape)])
         if node.target in DRAWS:
             return self._draw(node, a, dim, size)
         if (node.target is aten.arange.start_step and len(node.args) == 3) or node.target in (aten.arange.default, aten.arange.start):
             return self._arange(node, a, size)
         return self._pointwise(node, a, dim)
+
+    def filled(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+        """What a `zeros_like` and its kin make, in another shape and without what it is like."""
+        value, val = FILL_LIKE[node.target], node.meta["val"]
+        value = node.args[1] if value is None else value
+        return self.emit(aten.full.default, list(shape), value, dtype=val.dtype, device=val.device)
 
     def _window(self, node: fx.Node, a: int, dim: int) -> tuple[str, ...]:
         """The axes that split a dimension of a fill, this one included; kept with the node."""
@@ -231,7 +231,10 @@ class Emitter:
 
     def _pointwise(self, node: fx.Node, a: int, dim: int) -> fx.Node | None:
         """An elementwise operation on things that can be made small, such as a mask from aranges."""
-        if not isinstance(node.target, OpOverload) or torch.Tag.pointwise not in node.target.tags or node.meta.get("arange"):
+        elementwise = isinstance(node.target, OpOverload) and (
+            torch.Tag.pointwise in node.target.tags or node.target is aten._to_copy.default
+        )
+        if not elementwise or node.meta.get("arange"):
             return None
         ndim, n = node.meta["val"].ndim, self.mesh.axis_sizes[a]
         small: dict[fx.Node, fx.Node] = {}

@@ -39,6 +39,6 @@ def check_equal_on_all_ranks(name: str, graph: fx.GraphModule, mesh: Mesh) -> No
     odd = [rank for rank, value in enumerate(values) if value != common]
     if odd:
         raise PartitionError(
-            f"{name}: the graph of rank {', '.join(map(str, odd))} differs from that of the other ranks: start all ranks with the same code, "
-            "the same plan and batches of the same shape"
+            f"{name}: the graph of rank {', '.join(map(str, odd))} differs from that of the other ranks: start all ranks with the same "
+            "code, the same plan and batches of the same shape"
         )

@@ -8,8 +8,9 @@ import torch.fx as fx
 from torch.distributed.tensor import Placement, Shard
 
 from functrain.compile.collectives import ops, shard_start
-from functrain.compile.emitter import DRAWS, FILL_SIZE, Emitter
+from functrain.compile.emitter import DRAWS, FILL_LIKE, FILL_SIZE, Emitter
 from functrain.compile.values import Value, parts
+from functrain.torch_internals import OpOverload
 
 aten = torch.ops.aten
 PASSES = {
@@ -56,19 +57,45 @@ def _rounded(size: int, n: int) -> int:
 
 
 def _padded(emitter: Emitter, node: fx.Node, shape: Sequence[int]) -> fx.Node:
-    """A larger node whose further elements are anything."""
-    if node.target in FILL_SIZE:
-        args = list(node.args)
-        args[FILL_SIZE[node.target]] = list(shape)
-        return emitter.emit(node.target, *args, **node.kwargs)
-    if node.target in DRAWS and node.args[0].meta["val"].ndim == 1:
-        key, whole, start, _, *rest = node.args
-        larger = emitter.emit(node.target, key, list(whole), list(start), list(shape), *rest)
-        larger.meta["window"] = dict(node.meta.get("window", {}))
-        return larger
+    """A larger node whose further elements are anything; what is made from constants and keys alone is made larger at once."""
+    made = _made_large(emitter, node, shape)
+    if made is not None:
+        return made
     val = node.meta["val"]
     widths = [w for have, want in reversed(list(zip(val.shape, shape, strict=True))) for w in (0, want - have)]
     return emitter.emit(aten.constant_pad_nd.default, node, widths, 0)
+
+
+def _made_large(emitter: Emitter, node: fx.Node, shape: Sequence[int]) -> fx.Node | None:
+    if node.target in FILL_SIZE:
+        arguments: list[Any] = list(node.args)
+        arguments[FILL_SIZE[node.target]] = list(shape)
+        return emitter.emit(node.target, *arguments, **node.kwargs)
+    if node.target in FILL_LIKE:
+        return emitter.filled(node, shape)
+    if node.target in DRAWS and node.args[0].meta["val"].ndim == 1:  # type: ignore[union-attr]
+        key, whole, start, _, *rest = node.args
+        larger = emitter.emit(node.target, key, list(whole), list(start), list(shape), *rest)  # type: ignore[arg-type]
+        larger.meta["window"] = dict(node.meta.get("window", {}))
+        return larger
+    if not isinstance(node.target, OpOverload) or (
+        torch.Tag.pointwise not in node.target.tags and node.target is not aten._to_copy.default
+    ):
+        return None
+    large: dict[fx.Node, fx.Node] = {}
+    for x in node.all_input_nodes:
+        have = x.meta["val"].shape
+        if have == node.meta["val"].shape:
+            made = _made_large(emitter, x, shape)
+            if made is None:
+                return None
+            large[x] = made
+        elif x.meta["val"].numel() == 1:
+            large[x] = x
+        else:
+            return None
+    args, kwargs = fx.map_arg((node.args, node.kwargs), large.__getitem__)
+    return emitter.emit(node.target, *args, **kwargs)
 
 
 def mask(emitter: Emitter, x: Value) -> Value:

@@ -22,7 +22,7 @@ from functrain.compile.errors import PartitionError
 from functrain.compile.graph import drop_dead_code, is_mutable, placeholders
 from functrain.compile.padding import all_values, map_values, settle, store, unpad
 from functrain.compile.sharding_rules import Row, as_placement, choose, pointwise_rows, rows_for
-from functrain.compile.values import Placements, Value, parts, placements_of
+from functrain.compile.values import Placements, Value, parts, placements_of, spec_of
 from functrain.sharding import Layout, Mesh, P, Plan
 from functrain.torch_internals import ShardingRules
 
@@ -83,7 +83,7 @@ class Partitioned:
 
 
 def partition(
-    captured: fx.GraphModule, in_paths: Sequence[str], in_specs: Sequence[P], out_specs: Sequence[P], plan: Plan, layout: Layout
+    captured: fx.GraphModule, in_paths: Sequence[str], in_specs: Sequence[P], out_specs: Sequence[P | None], plan: Plan, layout: Layout
 ) -> Partitioned:
     """Cut a captured graph for one rank of the plan's mesh.
 
@@ -91,7 +91,7 @@ def partition(
         captured: a graph on global shapes, without mutation.
         in_paths: of the inputs.
         in_specs: how each input is split in storage.
-        out_specs: how each output is to be split.
+        out_specs: how each output is to be split; None: as the operations leave it.
         plan: the mesh, and the specs of named activations.
         layout: says how params are used and gradients are stored.
 
@@ -102,7 +102,7 @@ def partition(
     walk = _Walk(captured, in_paths, plan, layout)
     graph = walk.run(in_specs, out_specs)
     report = PartitionReport(_kept_moves(graph, walk.emitter.moves), tuple(walk.replicated), time.perf_counter() - start)
-    return Partitioned(graph, tuple(in_specs), tuple(out_specs), report)
+    return Partitioned(graph, tuple(in_specs), tuple(walk.out_specs), report)
 
 
 def _kept_moves(graph: fx.GraphModule, moves: Sequence[Redistribution]) -> tuple[Redistribution, ...]:
@@ -122,8 +122,9 @@ class _Walk:
         self.rules, self.rules_mesh = ShardingRules(), self.mesh.rules()
         self.env: dict[fx.Node, Any] = {}
         self.replicated: list[Replicated] = []
+        self.out_specs: list[P] = []
 
-    def run(self, in_specs: Sequence[P], out_specs: Sequence[P]) -> fx.GraphModule:
+    def run(self, in_specs: Sequence[P], out_specs: Sequence[P | None]) -> fx.GraphModule:
         given = iter(in_specs)
         for node in self.captured.graph.nodes:
             self.emitter.tags = {key: node.meta.get(key) for key in ("source", "phase", "block")}
@@ -164,13 +165,20 @@ class _Walk:
         new.meta.update(node.meta, val=self.emitter.fake_mode.from_tensor(getattr(self.captured, str(node.target))))
         return self.emitter.value(new)
 
-    def _outputs(self, node: fx.Node, specs: Sequence[P]) -> None:
+    def _outputs(self, node: fx.Node, specs: Sequence[P | None]) -> None:
         found = []
         for item, spec in zip(node.args[0], specs, strict=True):
             self.emitter.tags = {key: item.meta.get(key) for key in ("source", "phase", "block")}
             self.emitter.reason, self.emitter.planned = "a result of the step", True
-            found.append(store(self.emitter, self.env[item], placements_of(spec, self.mesh)).node)
+            value = self.env[item]
+            want = self._settled(value) if spec is None else placements_of(spec, self.mesh)
+            found.append(store(self.emitter, value, want).node)
+            self.out_specs.append(spec_of(want, self.mesh) if spec is None else spec)
         self.emitter.graph.output(tuple(found))
+
+    def _settled(self, value: Value) -> Placements:
+        """A value's own placements, with sums over ranks done."""
+        return tuple(Replicate() if isinstance(p, Partial) else p for p in value.placements)
 
     # ---- markers
 
@@ -225,7 +233,7 @@ class _Walk:
         args, kwargs, padding = settle(self.emitter, target, args, kwargs)
         values = all_values((args, kwargs))
         if not values:
-            return self._results(self.emitter.emit(target, *args, **kwargs), None, {}, None)
+            return self._results(self.emitter.emit(target, *args, **kwargs), None, {})
         try:
             rows = rows_for(target, values, args)
             if rows is not None:
@@ -245,7 +253,7 @@ class _Walk:
         def placements(i: int) -> Placements:
             return tuple(as_placement(row.outputs[i]) if row.outputs else Replicate() for row in chosen)
 
-        return self._results(out, placements, padding, None)
+        return self._results(out, placements, padding)
 
     def _by_dtensor(self, node: fx.Node, target: Any, args: Any, kwargs: Any, padding: dict[int, int], values: list[Value]) -> Any:
         spec = self._spec
@@ -256,9 +264,8 @@ class _Walk:
             if rows is not None:
                 return self._by_rows(rows, target, args, kwargs, padding, values)
             raise _Unknown(f"no rule ({type(error).__name__})") from None
-        asked = self._specs(
-            (answer.redistribute_schema.args_schema, answer.redistribute_schema.kwargs_schema) if answer.needs_redistribute else ()
-        )
+        wanted_schema = answer.redistribute_schema
+        asked = self._specs((wanted_schema.args_schema, wanted_schema.kwargs_schema)) if answer.needs_redistribute else []
         if any(isinstance(p, Partial) and type(p) is not Partial for s in self._specs(answer.output_spec) for p in s.placements):
             raise _Unknown("its rule gives a partial result of a special kind")
         if not all(self._divides(s) for s in [*asked, *self._specs(answer.output_spec)]):
@@ -273,9 +280,7 @@ class _Walk:
         args, kwargs = map_values(lambda v: v.node, (args, kwargs))
         out = self.emitter.emit(target, *args, **kwargs)
         specs = answer.output_spec if isinstance(answer.output_spec, (list, tuple)) else [answer.output_spec]
-        return self._results(
-            out, lambda i: specs[i].placements, padding, lambda i: tuple(specs[i].tensor_meta.shape) if specs[i].tensor_meta else None
-        )
+        return self._results(out, lambda i: specs[i].placements, padding)
 
     def _whole(self, node: fx.Node, target: Any, args: Any, kwargs: Any, why: str) -> Any:
         """Every rank computes the operation on whole arguments."""
@@ -288,7 +293,7 @@ class _Walk:
             size = sum(v.numel() * v.element_size() for v in vals if isinstance(v, torch.Tensor))
             tags = self.emitter.tags
             self.replicated.append(Replicated(str(target), why, size, str(tags.get("source")), str(tags.get("phase"))))
-        return self._results(out, None, {}, None)
+        return self._results(out, None, {})
 
     def _spec(self, value: Value) -> Any:
         return self.rules.spec(self.rules_mesh, value.placements, value.shape, value.local.dtype)
@@ -306,7 +311,7 @@ class _Walk:
             return True
         return all(spec.tensor_meta.shape[dim] % n == 0 for dim, n in parts(spec.placements, self.mesh).items())
 
-    def _results(self, node: fx.Node, placements: Any, padding: dict[int, int], shapes: Any) -> Any:
+    def _results(self, node: fx.Node, placements: Any, padding: dict[int, int]) -> Any:
         val = node.meta["val"]
 
         def one(n: fx.Node, i: int) -> Value:

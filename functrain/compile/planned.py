@@ -16,8 +16,8 @@ from functrain.compile.fingerprint import check_equal_on_all_ranks
 from functrain.compile.guards import Guards, watch
 from functrain.compile.jitted import Jitted, LoweredCall, add_line, ambient, static_key
 from functrain.compile.lower import Executable, Lowered, Options, build, lower
-from functrain.compile.passes import merge_equal
 from functrain.compile.partition import PartitionReport, partition
+from functrain.compile.passes import cleanup, merge_equal, run_passes
 from functrain.sharding import Array, ArrayLayout, Layout, P, Plan, Sharding, place
 
 
@@ -47,10 +47,18 @@ class PlannedJit(Jitted):
     """A function captured for a mesh. Call it as the function; see `jit`."""
 
     def __init__(
-        self, function: Any, donate: frozenset[str], static: frozenset[str], options: Options, plan: Plan, strict: bool = False
+        self,
+        function: Any,
+        donate: frozenset[str],
+        static: frozenset[str],
+        options: Options,
+        plan: Plan,
+        strict: bool = False,
+        out_specs: Sequence[P | None] | None = None,
     ) -> None:
         super().__init__(function, donate, static, options)
         self.plan, self.strict = plan, strict
+        self._out_specs = out_specs  # of every tensor of the result, where the plan is not to say; None: as the operations leave it
         self._planned: dict[Any, list[PlannedEntry]] = {}
         self._last_planned: tuple[Any, PlannedEntry] | None = None
 
@@ -154,15 +162,16 @@ class PlannedJit(Jitted):
         guards = watch(self.function)
         captured = capture(self.function, [_abstract(x) for x in leaves], paths, self._rebuild(key[0], statics), MARK)
         guards.check(during_capture=True)
-        captured = replace(captured, graph=merge_equal(captured.graph)[0])  # one reduction, not two, of what a metric and a clip both want
+        # One reduction, not two, of what a metric and a clip both want; no copies between a fill and its use.
+        captured = replace(captured, graph=run_passes(captured.graph, [merge_equal, cleanup])[0])
         layout = self.plan.layout(leaves, paths)
-        if not any(layout.role(path) == "params" for path in paths):  # a function that makes a state, such as `init`
+        if not any(layout.role(path) == "params" for path in paths):  # a function that makes a state
             outs = [n.meta["val"] for n in captured.graph.graph.output_node().args[0]]
             layout = self.plan.layout(outs, captured.out_paths)
         in_specs = self._input_specs(leaves, paths, layout)
         known = {layout.state_path(path): spec for path, spec in zip(paths, in_specs, strict=True) if layout.role(path) != "batch"}
-        out_specs = [self._output_spec(path, n, layout, known) for path, n in zip(captured.out_paths, _outputs(captured), strict=True)]
-        cut = partition(captured.graph, paths, in_specs, out_specs, self.plan, layout)
+        by_plan = [self._output_spec(path, n, layout, known) for path, n in zip(captured.out_paths, _outputs(captured), strict=True)]
+        cut = partition(captured.graph, paths, in_specs, self._out_specs or by_plan, self.plan, layout)
         if self.strict and (cut.report.unplanned_large or cut.report.replicated):
             found = "\n".join(map(str, [*cut.report.unplanned_large, *cut.report.replicated]))
             raise PartitionError(f"{self.name} does more than its plan asks for, and strict=True:\n{found}")
@@ -171,7 +180,7 @@ class PlannedJit(Jitted):
         mesh = self.plan.mesh
         results = [
             ArrayLayout(n.meta["val"].shape, n.meta["val"].dtype, Sharding(mesh, spec))
-            for n, spec in zip(_outputs(captured), out_specs, strict=True)
+            for n, spec in zip(_outputs(captured), cut.out_specs, strict=True)
         ]
         return lowered, guards, cut.report, [Sharding(mesh, spec) for spec in in_specs], results
 

@@ -79,7 +79,7 @@ def _all_gather(group: Any, peers: list[int], dim: int, n: int) -> Callable[[tor
     def all_gather(x: torch.Tensor) -> Pending:
         x = x.contiguous()
         out = x.new_empty([n, *x.shape])
-        work = dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=group, async_op=True)
+        work = dist.all_gather_single(out.view(-1), x.view(-1), group=group, async_op=True)
         return Pending(work, lambda: joined(out, dim), (x, out))
 
     return all_gather
@@ -117,7 +117,7 @@ def _reduce_scatter(group: Any, peers: list[int], dim: int, n: int) -> Callable[
     def reduce_scatter(x: torch.Tensor) -> Pending:
         pieces = _cut(x, dim, n)
         out = torch.empty_like(pieces[0])
-        work = dist.reduce_scatter_tensor(out.view(-1), pieces.view(-1), group=group, async_op=True)
+        work = dist.reduce_scatter_single(out.view(-1), pieces.view(-1), group=group, async_op=True)
         return Pending(work, lambda: out, (x, pieces))
 
     return reduce_scatter

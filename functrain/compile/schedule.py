@@ -68,7 +68,9 @@ def _together(graph: fx.Graph, group: list[fx.Node], before: fx.Node) -> list[st
         reduced.meta.update({key: first.meta[key] for key in ("planned", "move") if key in first.meta})
         for i, node in enumerate(group):
             one = _call(graph, aten.select.int, (reduced, 0, i), node, reduced.meta["val"][i])
-            back = _call(graph, aten.reshape.default, (one, list(node.meta["val"].shape)), node, one.meta["val"].reshape(node.meta["val"].shape))
+            back = _call(
+                graph, aten.reshape.default, (one, list(node.meta["val"].shape)), node, one.meta["val"].reshape(node.meta["val"].shape)
+            )
             node.replace_all_uses_with(back)
             graph.erase_node(node)
     return [f"{len(group)} scalars are reduced together before {before.name}"]

@@ -74,6 +74,12 @@ def _all_but(values: list[Value], dim: int, outputs: int = 1) -> list[Row]:
     return [Row((d,) * len(values), (d,) * outputs) for d in range(ndim) if d != dim % max(ndim, 1)]
 
 
+def _others(values: list[Value], dims: Sequence[int]) -> list[Row]:
+    """One tensor; every dimension but some."""
+    ndim = len(values[0].shape)
+    return [Row((d,), (d,)) for d in range(ndim) if d not in {i % ndim for i in dims}]
+
+
 def _along_second_argument(outputs: int = 1) -> Rule:
     """The dimension that the operation works along is its second argument."""
     return lambda values, args: _all_but(values, args[1], outputs)
@@ -90,7 +96,8 @@ def _adamw(values: list[Value], args: Sequence[Any]) -> list[Row]:
 
 def _slice(values: list[Value], args: Sequence[Any]) -> list[Row]:
     """Every dimension but the sliced one; that one too where a slice takes every k-th element of all, as microbatches do."""
-    _, dim, start, end, step = (*args, *(None, 0, None, None, 1)[len(args) :])
+    given = [*args, *[None, 0, None, None, 1][len(args) :]]
+    dim, start, end, step = given[1:]
     size = len(values[0].shape)
     dim, start = dim % size, start or 0
     rows = [Row((d,), (d,)) for d in range(size) if d != dim]
@@ -121,12 +128,8 @@ RULES: dict[Any, Rule] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention(3, 2),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention(6, 3),
     aten.cumsum.default: _along_second_argument(),
-    aten.flip.default: lambda values, args: [
-        Row((d,), (d,)) for d in range(len(values[0].shape)) if d not in _positive(args[1], values[0])
-    ],
-    aten.roll.default: lambda values, args: [
-        Row((d,), (d,)) for d in range(len(values[0].shape)) if len(args) > 2 and args[2] and d not in _positive(args[2], values[0])
-    ],
+    aten.flip.default: lambda values, args: _others(values, args[1]),
+    aten.roll.default: lambda values, args: _others(values, args[2] if len(args) > 2 and args[2] else range(len(values[0].shape))),
     aten.lift_fresh_copy.default: _along_first,
     aten.erf.default: _pointwise,
     ops.adamw.default: _adamw,
@@ -141,10 +144,6 @@ RULES: dict[Any, Rule] = {
     aten.sort.default: _along_argument(1, -1, 2),
     aten.topk.default: _along_argument(2, -1, 2),
 }
-
-
-def _positive(dims: Sequence[int], value: Value) -> set[int]:
-    return {d % max(len(value.shape), 1) for d in dims}
 
 
 def rows_for(target: Any, values: list[Value], args: Sequence[Any]) -> list[Row] | None:
@@ -178,7 +177,8 @@ def choose(rows: Sequence[Row], values: Sequence[Value], mesh_sizes: Sequence[in
 
 def _divides(row: Row, values: Sequence[Value], n: int, taken: dict[tuple[int, int], int]) -> bool:
     return all(
-        not isinstance(split, int) or values[i].shape[split] % (n * taken.get((i, split), 1) * row.multiple) == 0 for i, split in enumerate(row.inputs)
+        not isinstance(split, int) or values[i].shape[split] % (n * taken.get((i, split), 1) * row.multiple) == 0
+        for i, split in enumerate(row.inputs)
     )
 
 

@@ -3,6 +3,8 @@
 Every collective is really computed from every rank's tensors, and every rank holds shards of its own.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,23 +48,36 @@ class VirtualProgram:
     def _runner(self, node: fx.Node) -> Callable[[dict[fx.Node, Ranked]], Ranked]:
         target: Any = node.target
         if target is ops.wait.default:
-            return lambda env: env[node.args[0]]  # type: ignore[index]
+            started: Any = node.args[0]
+            return operator.itemgetter(started)
         if target is shard_start:
             axes, sizes, width = node.args
             starts = [place_along(self.mesh.coordinate(rank), axes, sizes) * width for rank in self.ranks]  # type: ignore[arg-type,operator]
-            return lambda env: starts
+            return functools.partial(_same, starts)
         if target in AXIS_OPERATIONS:
-            x, axis, *rest = node.args
-            return lambda env: collective(target, env[x], self.mesh, str(axis), rest)  # type: ignore[index]
+            arguments: Any = node.args
+            x, axis, rest = arguments[0], arguments[1], arguments[2:]
+
+            def run_collective(env: dict[fx.Node, Ranked]) -> Ranked:
+                return collective(target, env[x], self.mesh, axis, rest)
+
+            return run_collective
+
+        read = node.all_input_nodes
 
         def run(env: dict[fx.Node, Ranked]) -> Ranked:
             results = []
             for rank in self.ranks:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, rank=rank: env[n][rank])
+                mine = {n: env[n][rank] for n in read}
+                args, kwargs = fx.map_arg((node.args, node.kwargs), mine.__getitem__)
                 results.append(target(*args, **kwargs))
             return results
 
         return run
+
+
+def _same(value: Ranked, env: dict[fx.Node, Ranked]) -> Ranked:
+    return value
 
 
 def collective(target: Any, values: Sequence[torch.Tensor], mesh: Mesh, axis: str, rest: Sequence[Any]) -> Ranked:

@@ -216,8 +216,8 @@ def mixture(params: PyTree, x: torch.Tensor, config: Config) -> tuple[torch.Tens
 
     A choice that finds no slot adds nothing (the other gates stay as they are), so that a token without any slot gets zeros, and passes
     by the residual. Where slots run out, a later token's first choice may take one from an earlier token's second choice: strictly causal
-    are a single choice, and a mixture that drops nothing. With all slots that could be needed, `capacity_factor >= experts / top_k`, it computes what `layers.moe` does, which
-    runs every token through every expert.
+    are a single choice, and a mixture that drops nothing. With all slots that could be needed, `capacity_factor >= experts / top_k`, it
+    computes what `layers.moe` does, which runs every token through every expert (but for the gate of a single choice, see `_gates`).
 
     Args:
         params: `router` [d, experts] and `experts` with `gate`, `up` [experts, d, hidden], `down` [experts, hidden, d].

@@ -9,12 +9,14 @@ of `gpt`, without a causal mask.
 
 The tower is frozen by keeping its sub-tree out of what is differentiated, so that it has no gradient and no optimizer state:
 
+>>> import functrain as ft
 >>> config = Config(vision_layers=1, layers=1)
->>> frozen, trained = tree.partition(init(config, random.key(0)), "vision/**")
->>> def loss_fn(trained, frozen, batch):
-...     return loss(tree.combine(trained, frozen), batch, config)
->>> (value, metrics), grads = value_and_grad(loss_fn, has_aux=True)(trained, frozen, example_batch(config, random.key(1)))
->>> tree.leaves(grads["vision"]), tree.mismatch(grads, trained)
+>>> frozen, trained = ft.tree.partition(init(config, ft.random.key(0)), "vision/**")
+>>> def loss_fn(trained, batch, frozen):
+...     return loss(ft.tree.combine(trained, frozen), batch, config)
+>>> batch = example_batch(config, ft.random.key(1))
+>>> (value, metrics), grads = ft.value_and_grad(loss_fn, has_aux=True)(trained, batch, frozen)
+>>> ft.tree.leaves(grads["vision"]), ft.tree.mismatch(trained, grads)
 ([], None)
 
 Shape suffixes: those of `gpt`, and P patches, T steps of the action chunk, A numbers of an action, N bins, X width of the vision tower.
@@ -27,12 +29,10 @@ import torch
 import torch.nn.functional as F
 
 import functrain.random as random
-from functrain import tree
 from functrain.layers import mlp
 from functrain.losses import cross_entropy, mean_squared_error
 from functrain.models import gpt
 from functrain.remat import remat as rematerialized
-from functrain.transforms import value_and_grad as value_and_grad
 from functrain.tree import Mean, PyTree
 
 CAMERAS = ("scene", "wrist")
@@ -83,15 +83,29 @@ class Config:
     @property
     def tower(self) -> gpt.Config:
         """The vision tower's blocks; its vocabulary is the places of patches."""
-        width, heads = self.vision_width, self.vision_heads
-        sizes = {"d_model": width, "heads": heads, "kv_heads": heads, "d_ff": 4 * width}
-        return gpt.Config(vocab_size=self.patches, context=self.patches, layers=self.vision_layers, norm_eps=self.norm_eps, **sizes)
+        return gpt.Config(
+            vocab_size=self.patches,
+            layers=self.vision_layers,
+            d_model=self.vision_width,
+            heads=self.vision_heads,
+            kv_heads=self.vision_heads,
+            d_ff=4 * self.vision_width,
+            norm_eps=self.norm_eps,
+        )
 
     @property
     def trunk(self) -> gpt.Config:
         """The trunk's blocks, with the instruction's vocabulary."""
-        sizes = {name: getattr(self, name) for name in ("vocab_size", "layers", "d_model", "heads", "kv_heads", "d_ff")}
-        return gpt.Config(**sizes, dropout=self.dropout, norm_eps=self.norm_eps)
+        return gpt.Config(
+            vocab_size=self.vocab_size,
+            layers=self.layers,
+            d_model=self.d_model,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            d_ff=self.d_ff,
+            dropout=self.dropout,
+            norm_eps=self.norm_eps,
+        )
 
 
 # ---- params

@@ -1,7 +1,7 @@
 """`Array`: one global tensor, as the shards of it that this process holds."""
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +53,7 @@ class Array:
 
     @property
     def shards(self) -> Sequence[torch.Tensor]:
-        """This process's shards, padding included: one on a real rank, one for each virtual rank.
+        """The shards of this process, padding included: one on a real rank, one for each virtual rank.
 
         Raises:
             ValueError: the array was donated to a step.
@@ -92,6 +92,19 @@ class Array:
     def numel(self) -> int:
         """Elements of the global value."""
         return self.shape.numel()
+
+    # ---- operations, which whoever can capture them runs
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run a torch function where the shards are."""
+        return _runner[0](function, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(torch.Tensor, name, None)
+        if name.startswith("_") or not callable(method):
+            raise AttributeError(f"an Array has no {name!r}")
+        return lambda *args, **kwargs: _runner[0](method, (self, *args), kwargs)
 
     # ---- its values
 
@@ -144,6 +157,35 @@ class Array:
             for box, ranks in holders.items()
         )
         return f"<div><b>{html.escape(repr(self))}</b><table><tr><th>box</th><th>ranks</th></tr>{rows}</table></div>"
+
+
+def _missing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise NotImplementedError("operations on arrays need functrain.compile: import functrain first")
+
+
+_runner: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = [_missing]
+
+
+def register_runner(runner: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Say how a torch function is run on arrays; `functrain.compile` does, once, at import."""
+    _runner[0] = runner
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    method = getattr(torch.Tensor, name)
+
+    def apply(self: Array, *args: Any) -> Any:
+        return _runner[0](method, (self, *args), {})
+
+    return apply
+
+
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow matmul rmatmul neg abs eq ne lt le gt ge and or xor invert getitem"
+)
+for _name in _OPERATORS.split():
+    setattr(Array, f"__{_name}__", _operator(f"__{_name}__"))
+Array.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 # ---- between global values and shards

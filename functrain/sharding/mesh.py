@@ -109,9 +109,7 @@ def make_mesh(
         if simulate and abstract:
             raise ValueError("a mesh is either simulated or abstract, not both")
         if -1 in axes.values():
-            raise ValueError(
-                f"a size of -1 is inferred from the number of processes, which a {'simulated' if simulate else 'abstract'} mesh has not"
-            )
+            raise ValueError("a size of -1 is inferred from the number of processes, which this mesh has not: give all sizes")
         return Mesh(tuple(axes), tuple(axes.values()), "virtual" if simulate else "abstract")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     sizes = _inferred(axes, world)
@@ -141,8 +139,8 @@ def _inferred(axes: Mapping[str, int], world: int) -> tuple[int, ...]:
     if math.prod(sizes) != world:
         wanted = " x ".join(f"{name}={size}" for name, size in axes.items())
         raise ValueError(
-            f"the mesh {wanted} does not fill the world of {world} process{'es' if world != 1 else ''}: start as many ranks as the product of "
-            "the sizes (torchrun --nproc-per-node, ft.launch), give one axis the size -1, or use simulate=True for virtual ranks"
+            f"the mesh {wanted} does not fill the world ({world} processes): start as many ranks as the product of the sizes "
+            "(torchrun --nproc-per-node, ft.launch), give one axis the size -1, or use simulate=True for virtual ranks"
         )
     return sizes
 

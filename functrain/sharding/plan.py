@@ -86,10 +86,8 @@ class Plan:
 
     def layout(self, leaves: PyTree, paths: Sequence[str] | None = None) -> "Layout":
         """The plan for one tree of leaves (tensors, abstract leaves or shapes)."""
-        if paths is None:
-            pairs = tree.leaves_with_path(leaves, is_leaf=_is_shape)
-        else:
-            pairs = list(zip(paths, leaves, strict=True))
+        named = tree.leaves_with_path(leaves, is_leaf=_is_shape)
+        pairs = named if paths is None else list(zip(paths, leaves, strict=True))
         return Layout(self, {path: tuple(getattr(leaf, "shape", leaf)) for path, leaf in pairs if _has_shape(leaf)})
 
     def explain(self, state: PyTree) -> str:
@@ -111,7 +109,7 @@ class Plan:
         head = ("leaf", "shape", "spec", "tier", "bytes a rank")
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(5)]
         lines = [
-            "  ".join(cell.ljust(w) if i < 4 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+            "  ".join(cell.rjust(w) if i == 4 else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
             for row in [head, *rows]
         ]
         lines += [f"total {role}: {here:,} bytes a rank of {whole:,}" for role, (here, whole) in totals.items()]
@@ -217,7 +215,7 @@ class Layout:
         return "/".join(parts[first:])
 
     def role(self, path: str) -> str:
-        """ "params", "opt_state" or "other"."""
+        """One of "params", "opt_state" and "other"."""
         root = self.state_path(path).partition("/")[0]
         if root == self.plan.params_name:
             return "params"

@@ -21,7 +21,7 @@ class P:
 
     __slots__ = ("entries",)
 
-    def __init__(self, *entries: None | str | Sequence[str]) -> None:
+    def __init__(self, *entries: str | Sequence[str] | None) -> None:
         self.entries: tuple[tuple[str, ...], ...] = tuple(_axes(entry) for entry in entries)
         used = [axis for axes in self.entries for axis in axes]
         for axis in used:
@@ -68,7 +68,7 @@ class P:
         return P(*entries)
 
 
-def _axes(entry: None | str | Sequence[str]) -> tuple[str, ...]:
+def _axes(entry: str | Sequence[str] | None) -> tuple[str, ...]:
     if entry is None:
         return ()
     axes = (entry,) if isinstance(entry, str) else tuple(entry)
@@ -77,7 +77,7 @@ def _axes(entry: None | str | Sequence[str]) -> tuple[str, ...]:
     return axes
 
 
-def _entry(axes: tuple[str, ...]) -> None | str | tuple[str, ...]:
+def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
@@ -103,8 +103,8 @@ class Sharding:
             order = [self.mesh.axis_names.index(axis) for axis in entry]
             if order != sorted(order):
                 raise ValueError(
-                    f"{self.spec} splits one dimension by {entry}, but the mesh has its axes in the order {self.mesh.axis_names}: name them in "
-                    "the mesh's order (the first cuts the largest pieces), or make the mesh with another order"
+                    f"{self.spec} splits one dimension by {entry}, but the mesh has its axes in the order {self.mesh.axis_names}: name "
+                    "them in that order (the first cuts the largest pieces), or make the mesh with another order"
                 )
 
     def check(self, shape: Sequence[int], path: str = "the leaf") -> None:

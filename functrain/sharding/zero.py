@@ -1,4 +1,7 @@
-"""ZeRO as specs: which of params, gradients and optimizer state have the data axis in their spec (Rajbhandari et al. 2020, arXiv 1910.02054)."""
+"""ZeRO as specs: which of params, gradients and optimizer state have the data axis in their spec.
+
+Rajbhandari et al. 2020, arXiv 1910.02054.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

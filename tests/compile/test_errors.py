@@ -167,8 +167,6 @@ def test_unknown_names() -> None:
         ft.jit(lambda state: state, donate="sate")
     with pytest.raises(ValueError, match="backend 'tpu' is unknown"):
         ft.jit(lambda x: x, backend="tpu")
-    with pytest.raises(NotImplementedError, match="plan"):
-        ft.jit(lambda x: x, plan=object())
     with pytest.raises(NotImplementedError, match="memory"):
         ft.jit(lambda x: x, memory=1)
 

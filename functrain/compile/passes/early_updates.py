@@ -46,8 +46,8 @@ class _Order:
     def run(self, nodes: list[fx.Node]) -> list[fx.Node]:
         missing = {n: len(self._inputs(n) - self.done) for n in self.late}
         followers: dict[fx.Node, list[fx.Node]] = {}
-        for node in self.late:
-            for source in self._inputs(node) - self.done:
+        for node in nodes:  # in graph order, so that every process that captures the step writes the same graph
+            for source in self._inputs(node) - self.done if node in self.late else ():
                 followers.setdefault(source, []).append(node)
         for node in nodes:
             if node.meta.get("phase") != "update":
