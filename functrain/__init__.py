@@ -13,6 +13,7 @@ from functrain.tree import struct as struct
 # Transformations of functions
 from functrain.transforms import grad as grad
 from functrain.transforms import value_and_grad as value_and_grad
+from functrain.transforms import unshard as unshard
 from functrain.transforms import jvp as jvp
 from functrain.transforms import vjp as vjp
 from functrain.batching import vmap as vmap

@@ -9,7 +9,7 @@ import torch
 
 from functrain import tree
 from functrain.batching import vmap as vmap
-from functrain.differentiate import as_tensor, cut, is_active, is_nested, phase, pullback, select_arguments, split_tensors
+from functrain.differentiate import active_markers, as_tensor, cut, is_active, is_nested, phase, pullback, select_arguments, split_tensors
 from functrain.precision import LossScale, Precision
 from functrain.torch_internals import load_forward_mode_rules
 from functrain.tree import Mean, PyTree
@@ -248,3 +248,15 @@ def _matching(what: str, model: str, given: PyTree, wanted: PyTree) -> list[Any]
         if is_active(like) and not (isinstance(leaf, torch.Tensor) and (leaf.shape, leaf.dtype) == (like.shape, like.dtype)):
             raise ValueError(f"leaf {path or '(the whole tree)'} of the {what} is {_describe(leaf)}, but the {model} has {_describe(like)}")
     return leaves
+
+
+def unshard(params: PyTree) -> PyTree:
+    """Params as a forward pass uses them, in a function on a mesh that takes no gradient, such as a validation; the identity elsewhere.
+
+    `value_and_grad` and `accumulate` do this for the arguments that they differentiate by.
+
+    >>> unshard({"w": torch.ones(2)})
+    {'w': tensor([1., 1.])}
+    """
+    markers = active_markers()
+    return params if markers is None else tree.map(lambda x: markers.unshard(x) if isinstance(x, torch.Tensor) else x, params)

@@ -13,7 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Rooms from the first to the last; a room imports rooms before it (or itself). `kernels` and `torch_internals` are open to all.
 ROOMS = ["torch_internals", "kernels", "tree", "random", "pure", "optim", "sharding", "compile", "job"]
 PURE = {"precision", "differentiate", "transforms", "batching", "accumulate", "remat", "tiled", "state", "module", "losses", "layers"}
-JOB = {"data", "models", "observe", "cli", "train"}
+JOB = {"data", "models", "observe", "launch", "cli", "train"}
 
 
 def room(module: str) -> str:

@@ -87,6 +87,8 @@ def _add_train(commands: "argparse._SubParsersAction[_Parser]") -> _Parser:
     running("--precision", type=_one_of("precision", PRECISIONS), default=default.precision, help="fp32 or bf16 (default %(default)s)")
     running("--backend", type=_one_of("backend", BACKENDS), default=default.backend, help="auto, eager or inductor (default %(default)s)")
     running("--device", type=_one_of("device", DEVICES), default=default.device, help="auto, cpu or cuda (default %(default)s)")
+    running("--nproc", type=_whole(1), metavar="N", help="ranks to start on this machine (default: those of the plan, or 1)")
+    running("--plan", metavar="FILE", help="where the state lives, as TOML (default with several ranks: ZeRO-3 over all)")
     running("--remat", action="store_true", help="keep less for the backward pass and compute it again")
     running("--eval-every", type=_whole(1), default=default.eval_every, metavar="N", help="steps between validations (default %(default)s)")
     running("--out", metavar="FOLDER", help="the run folder (default: runs/MODEL-DATE-TIME)")

@@ -35,6 +35,8 @@ class TrainSettings:
     precision: str = "fp32"  # or "bf16": params in fp32, computation in bf16
     backend: str = "auto"  # of `functrain.jit`
     device: str = "auto"  # "auto" is cuda where there is one
+    nproc: int | None = None  # ranks to start on this machine; None: those of the plan, or one
+    plan: Path | None = None  # TOML of a `functrain.Plan`; None: ZeRO-3 over all ranks
     remat: bool = False  # whether the backward pass computes the blocks again
     eval_every: int = 100  # steps
     out: Path | None = None  # the run folder; None: runs/MODEL-DATE-TIME

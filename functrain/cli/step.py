@@ -27,7 +27,7 @@ class Program:
     evaluate: Callable[[PyTree, Batch], Mean]  # params, batch -> loss
 
 
-def make_program(settings: TrainSettings, config: gpt.Config) -> Program:
+def make_program(settings: TrainSettings, config: gpt.Config, plan: ft.Plan | None = None) -> Program:
     """Put together what the settings ask for."""
     schedule = make_schedule(settings)
     tx = make_optimizer(settings, schedule)
@@ -51,10 +51,10 @@ def make_program(settings: TrainSettings, config: gpt.Config) -> Program:
         return kept, {"loss": loss, "grad_norm": norm, "lr": schedule(state.step)}
 
     def evaluate(params: PyTree, batch: Batch) -> Mean:
-        return gpt.loss(params if precision is None else precision.to_compute(params), batch, config)
+        return gpt.loss(ft.unshard(params if precision is None else precision.to_compute(params)), batch, config)
 
-    step = ft.jit(train_step, donate="state", backend=settings.backend)
-    return Program(init, step, ft.jit(evaluate, backend=settings.backend))
+    step = ft.jit(train_step, plan=plan, donate="state", backend=settings.backend)
+    return Program(lambda key: ft.init(init, key, plan=plan), step, ft.jit(evaluate, plan=plan, backend=settings.backend))
 
 
 def make_schedule(settings: TrainSettings) -> Any:

@@ -17,18 +17,22 @@ import torch
 import functrain as ft
 from functrain.cli.errors import StoppedError, UsageError, as_usage
 from functrain.cli.generate import sample
-from functrain.cli.interrupt import Interrupt
+from functrain.cli.interrupt import SIGNALS, Interrupt
+from functrain.cli.ranks import Ranks, make_ranks, of_ranks, wanted_ranks
 from functrain.cli.run_folder import RunFolder
 from functrain.cli.settings import TrainSettings
 from functrain.cli.step import Program, make_program
 from functrain.data import Dataset, Loader, Prefetch, Validation, fit_bigram, prepare
 from functrain.data.token_file import SUFFIXES
+from functrain.launch import LaunchError, launch
 from functrain.models import gpt
 from functrain.observe import MetricsError, MetricsWriter, make_progress, read_metrics
 from functrain.observe.progress import Progress
 
 QUICK = 16384  # tokens of a validation during the run; the last one takes all
 SAMPLE = 200  # tokens of the sample at the end
+_FAILED, _LATE = 1000, 1  # wishes to stop, beside the numbers of signals
+INTERRUPTS = frozenset(map(int, SIGNALS))
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,11 @@ class Job:
     bigram: float  # validation loss of the interpolated bigram model, nats a token
     folder: RunFolder
     device: torch.device
+    ranks: Ranks
+
+    def save_weights(self, state: ft.TrainState, step: int) -> None:
+        """Write the params; every rank takes part."""
+        self.folder.save_weights(self.ranks.full(state.params), step)
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,17 @@ class Outcome:
 def train_command(arguments: argparse.Namespace) -> int:
     """Train as the options say; returns the exit status."""
     fields = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(TrainSettings)}
-    paths = {name: Path(fields[name]) for name in ("data", "out") if fields[name] is not None}
-    return train(TrainSettings(**{**fields, **paths}))
+    paths = {name: Path(fields[name]) for name in ("data", "out", "plan") if fields[name] is not None}
+    settings = TrainSettings(**{**fields, **paths})
+    nproc = wanted_ranks(settings)
+    if nproc == 1:
+        return train(settings)
+    settings = dataclasses.replace(settings, out=settings.out or default_folder(settings))
+    prepare_job(settings, Ranks(None))  # what is wrong is said once, and the tokenizer is trained once
+    try:
+        return int(launch(train, settings, nproc=nproc, stdout="inherit")[0])
+    except LaunchError as error:
+        raise of_ranks(error) from error
 
 
 def train(settings: TrainSettings) -> int:
@@ -72,8 +90,14 @@ def train(settings: TrainSettings) -> int:
         UsageError, DataError: bad input; nothing was written.
         StoppedError: the run had to stop: a loss that is not finite, or a full disk.
     """
-    job = make_job(settings)
-    program = make_program(settings, job.config)
+    ranks = make_ranks(settings)
+    with ranks.silent():
+        return _train(settings, ranks)
+
+
+def _train(settings: TrainSettings, ranks: Ranks) -> int:
+    job = make_job(settings, ranks)
+    program = make_program(settings, job.config, ranks.plan)
     state = program.init(ft.random.key(settings.seed, device=job.device))
     about = {"training": dataclasses.asdict(settings), "data": {"name": job.dataset.name, "held_out": job.dataset.split}}
     job.folder.start(job.config, about, job.dataset.tokenizer)
@@ -89,15 +113,28 @@ def train(settings: TrainSettings) -> int:
 # ---- before the first step
 
 
-def make_job(settings: TrainSettings) -> Job:
+def default_folder(settings: TrainSettings) -> Path:
+    """A new folder, named by model and time."""
+    return Path("runs", f"{settings.model}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def make_job(settings: TrainSettings, ranks: Ranks) -> Job:
     """Read the data, and find out all that could be wrong before anything is written.
 
     Raises:
         UsageError, DataError: bad input.
     """
+    dataset, config, loader, folder, device = prepare_job(settings, ranks)
+    validation = Validation(dataset.validation, config.context, settings.batch)
+    bigram = fit_bigram(dataset.train, dataset.vocab_size).nats(*validation.pairs()) if ranks.leads else math.nan
+    return Job(settings, config, dataset, loader, validation, bigram, folder, device, ranks)
+
+
+def prepare_job(settings: TrainSettings, ranks: Ranks) -> tuple[Dataset, gpt.Config, Loader, RunFolder, torch.device]:
+    """The data and the model, checked."""
     with as_usage():
         wanted = gpt.config(settings.model)
-    folder = RunFolder(settings.out or Path("runs", f"{settings.model}-{time.strftime('%Y%m%d-%H%M%S')}"))
+    folder = ranks.folder(settings.out or default_folder(settings))
     folder.check()
     device = _device(settings.device)
     if settings.batch % settings.microbatches:
@@ -112,10 +149,8 @@ def make_job(settings: TrainSettings) -> Job:
         config = dataclasses.replace(
             wanted, vocab_size=dataset.vocab_size, context=settings.seq or wanted.context, dropout=settings.dropout
         )
-        loader = Loader(dataset.train, config.context, settings.batch, settings.seed)
-    validation = Validation(dataset.validation, config.context, settings.batch)
-    bigram = fit_bigram(dataset.train, dataset.vocab_size).nats(*validation.pairs())
-    return Job(settings, config, dataset, loader, validation, bigram, folder, device)
+        loader = Loader(dataset.train, config.context, settings.batch, settings.seed, *ranks.share)
+    return dataset, config, loader, folder, device
 
 
 def _device(name: str) -> torch.device:
@@ -145,31 +180,39 @@ def _run(job: Job, program: Program, state: ft.TrainState) -> Outcome:
     ):
         clock = _Clock(settings.batch * job.config.context)
         for position, batch in batches:
-            state, measured = program.step(state, {name: x.to(job.device) for name, x in batch.items()})
+            state, measured = program.step(state, job.ranks.batch(batch, job.device))
             done, record = position + 1, {name: float(value) for name, value in measured.items()}
-            _note(job, state, metrics, {"step": done, **record, **clock.tick()})
-            progress.update(done, record["loss"], clock.rate)
+            failed = _note(metrics, {"step": done, **record, **clock.tick()})
             late = settings.minutes is not None and clock.seconds >= 60 * settings.minutes
-            if interrupt.number or late or done == steps:
-                job.folder.save_weights(state.params, done)
-                return Outcome(state, done, interrupt.number, clock.seconds)
+            wish = job.ranks.agreed(_FAILED if failed else interrupt.number or (_LATE if late else 0))
+            if wish == _FAILED:
+                job.save_weights(state, done)
+                raise failed or StoppedError("rank 0 cannot write its metrics")
+            _check_finite(job, state, {"step": done, **record})
+            progress.update(done, record["loss"], clock.rate)
+            if wish or done == steps:
+                job.save_weights(state, done)
+                return Outcome(state, done, wish if wish in INTERRUPTS else None, clock.seconds)
             if done % settings.eval_every == 0:
                 _look(job, program, state, done, metrics, progress)
                 clock.skip()
     raise AssertionError("a loader without batches")
 
 
-def _note(job: Job, state: ft.TrainState, metrics: MetricsWriter, record: dict[str, Any]) -> None:
-    """Write a step's metrics. Where that fails, or the step was not finite (and left the state as it was), keep the state and stop."""
+def _note(metrics: MetricsWriter, record: dict[str, Any]) -> MetricsError | None:
+    """Write a step's metrics; the error where that fails."""
     try:
         metrics.write(record)
-    except MetricsError:
-        with contextlib.suppress(OSError):
-            job.folder.save_weights(state.params, record["step"])
-        raise
+    except MetricsError as error:
+        return error
+    return None
+
+
+def _check_finite(job: Job, state: ft.TrainState, record: dict[str, Any]) -> None:
+    """Where the step was not finite (and left the state as it was), keep the state and stop."""
     if math.isfinite(record["loss"] + record["grad_norm"]):
         return
-    job.folder.save_weights(state.params, record["step"] - 1)
+    job.save_weights(state, record["step"] - 1)
     job.folder.save_plot(read_metrics(job.folder.metrics), job.bigram)
     found = f"the loss is {record['loss']:.4g} and the norm of its gradients {record['grad_norm']:.4g}"
     kept = f"the weights before that step are kept in {job.folder.path}"
@@ -207,7 +250,7 @@ def _look(job: Job, program: Program, state: ft.TrainState, step: int, metrics: 
     loss = validate(job, program, state, part)
     metrics.write({"step": step, "validation_loss": loss, "validation_tokens": part.predicted})
     progress.say(f"step {step}  validation loss {loss:.3f} on {part.predicted:,} tokens")
-    job.folder.save_weights(state.params, step)
+    job.save_weights(state, step)
 
 
 def validate(job: Job, program: Program, state: ft.TrainState, rows: Validation) -> float:
@@ -254,7 +297,10 @@ def _conclude(job: Job, outcome: Outcome, loss: float | None) -> None:
         return
     tokenizer = job.dataset.tokenizer
     prompt = [tokenizer.end] if tokenizer is not None else [int(job.dataset.validation[0])]
-    text = sample(outcome.state.params, job.config, tokenizer, prompt, job.settings.seed, SAMPLE)
+    params = job.ranks.full(outcome.state.params)
+    if not job.ranks.leads:
+        return
+    text = sample(params, job.config, tokenizer, prompt, job.settings.seed, SAMPLE)
     difference = job.bigram - loss
     print(f"\na sample (functrain generate {job.folder.path} makes more):\n\n{text}\n")
     print(f"trained: {trained}")

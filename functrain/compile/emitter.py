@@ -192,7 +192,8 @@ class Emitter:
 
     def filled(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
         """What a `zeros_like` and its kin make, in another shape and without what it is like."""
-        value, val = FILL_LIKE[node.target], node.meta["val"]
+        val = node.meta["val"]
+        value: Any = FILL_LIKE[node.target]
         value = node.args[1] if value is None else value
         return self.emit(aten.full.default, list(shape), value, dtype=val.dtype, device=val.device)
 

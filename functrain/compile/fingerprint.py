@@ -16,7 +16,8 @@ def fingerprint(graph: fx.GraphModule) -> bytes:
     for node in graph.graph.nodes:
         val = node.meta.get("val")
         seen = (tuple(val.shape), str(val.dtype)) if isinstance(val, torch.Tensor) else ""
-        digest.update(f"{node.name} {node.target} {node.args} {node.kwargs} {seen}\n".encode())
+        target = getattr(node.target, "__name__", str(node.target))
+        digest.update(f"{node.name} {target} {node.args} {node.kwargs} {seen}\n".encode())
     return digest.digest()
 
 

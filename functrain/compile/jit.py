@@ -42,6 +42,7 @@ def jit(
         NotImplementedError: `memory` is given.
         ValueError: an unknown back end, or a name in `donate` or `static_argnames` that is no argument of the function.
 
+    >>> import torch
     >>> step = jit(lambda state, x: {"sum": state["sum"] + x.sum()}, donate="state")
     >>> float(step({"sum": torch.tensor(1.0)}, torch.ones(3))["sum"])
     4.0

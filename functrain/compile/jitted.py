@@ -33,8 +33,9 @@ _disabled: ContextVar[bool] = ContextVar("functrain_jit_disabled", default=False
 def disable_jit() -> Iterator[None]:
     """Inside, jitted functions run as plain Python, operation by operation, with the same numbers: for debugging with print and pdb.
 
+    >>> import functrain as ft
     >>> with disable_jit():
-    ...     float(jit(lambda x: x * 2)(torch.tensor(3.0)))
+    ...     float(ft.jit(lambda x: x * 2)(torch.tensor(3.0)))
     6.0
     """
     token = _disabled.set(True)

@@ -1,5 +1,6 @@
 """A mesh: the ranks of a run arranged along named axes, real, virtual (all in this process) or abstract (for planning)."""
 
+import atexit
 import datetime
 import itertools
 import math
@@ -152,7 +153,14 @@ def _join(kind: str, timeout: float) -> int:
     if not dist.is_initialized():
         backend = "nccl" if kind == "cuda" else register_one_thread_gloo()
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+        atexit.register(_leave)
     return dist.get_rank()
+
+
+def _leave() -> None:
+    """End the back end's threads before the interpreter goes: gloo aborts the process otherwise."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _groups(mesh: Mesh, kind: str, timeout: float) -> Groups:
