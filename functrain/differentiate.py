@@ -242,6 +242,8 @@ class Markers:
     store_grad: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     part_grad: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     constrain: Callable[[torch.Tensor, str], torch.Tensor]
+    spread: Callable[[torch.Tensor], torch.Tensor]
+    spread_like: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 _markers: ContextVar[Markers | None] = ContextVar("functrain_markers", default=None)

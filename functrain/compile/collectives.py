@@ -61,6 +61,8 @@ _MARKERS = {
     "unshard": "(Tensor x) -> Tensor",  # a param leaves its storage
     "store_grad": "(Tensor g, Tensor like) -> Tensor",  # the gradient of `like` arrives in its storage
     "part_grad": "(Tensor g, Tensor like) -> Tensor",  # the gradient of one microbatch, to be summed with others
+    "spread": "(Tensor x) -> Tensor",  # work that is to be divided among all ranks along dimension 0
+    "spread_like": "(Tensor x, Tensor like) -> Tensor",  # its result, split as what it was made from
     "constrain": "(Tensor x, str spec) -> Tensor",  # a value that the user wants split so
 }
 
@@ -111,4 +113,11 @@ def place_along(coordinate: dict[str, int], axes: Sequence[str], sizes: Sequence
     return place
 
 
-MARK = Markers(unshard=ops.unshard, store_grad=ops.store_grad, part_grad=ops.part_grad, constrain=ops.constrain)
+MARK = Markers(
+    unshard=ops.unshard,
+    store_grad=ops.store_grad,
+    part_grad=ops.part_grad,
+    constrain=ops.constrain,
+    spread=ops.spread,
+    spread_like=ops.spread_like,
+)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from functrain.compile.collectives import MARKERS, ops
 from functrain.compile.constraint import constraint_spec
@@ -191,6 +191,12 @@ class _Walk:
                 return value
             self.emitter.reason = f"constraint {spec}"
             return self._constrained(value, placements_of(spec, self.mesh))
+        if node.target in (ops.spread.default, ops.spread_like.default):
+            self.emitter.reason = "work divided among ranks"
+            value = unpad(self.emitter, value)
+            if node.target is ops.spread_like.default:
+                return self.emitter.redistribute(value, self.env[node.args[1]].placements)
+            return self.emitter.redistribute(value, self._spread(value.shape[0]))
         like = node.args[0] if node.target is ops.unshard.default else node.args[1]
         path = self._path(like)
         if node.target is ops.unshard.default:
@@ -204,6 +210,15 @@ class _Walk:
         if node.target is ops.part_grad.default and stored == self.layout.used(path):
             return value  # whole gradients of microbatches add up on each rank and are reduced once
         return store(self.emitter, value, placements_of(stored, self.mesh))
+
+    def _spread(self, size: int) -> Placements:
+        """Dimension 0 split over every axis that still divides it."""
+        placements: list[Placement] = []
+        for n in self.mesh.axis_sizes:
+            divides = n > 1 and size % n == 0
+            placements.append(Shard(0) if divides else Replicate())
+            size = size // n if divides else size
+        return tuple(placements)
 
     def _constrained(self, value: Value, want: Placements) -> Value:
         if any(value.shape[dim] % n for dim, n in parts(want, self.mesh).items()):

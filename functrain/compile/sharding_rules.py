@@ -141,6 +141,7 @@ RULES: dict[Any, Rule] = {
     ops.threefry_bernoulli.default: _threefry,
     ops.threefry_integers.default: _threefry,
     aten.slice.Tensor: _slice,
+    aten.bmm.default: _matrices,
     aten.sort.default: _along_argument(1, -1, 2),
     aten.topk.default: _along_argument(2, -1, 2),
 }

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functrain import tree
+from functrain.differentiate import active_markers
 from functrain.optim.adam import adamw
 from functrain.optim.averages import bias_correction
 from functrain.optim.base import (
@@ -113,7 +114,9 @@ def scale_by_muon(
         hat = tree.map(momentum, mu, grads)
         triples = _triples(state.ns_coeffs, ns_steps)
         numbers = _numbers(weight_dimension_numbers, grads)
-        updates = tree.map(lambda x, n: orthogonalize(x, triples, eps, preconditioning, n), hat, numbers)
+        pairs: list[tuple[torch.Tensor, MuonDimensionNumbers | None]] = []
+        tree.map(lambda x, n: pairs.append((x, n)), hat, numbers)
+        updates = tree.unflatten(tree.structure(hat), orthogonalize_all(pairs, triples, eps, preconditioning))
         if adaptive:
             updates = tree.map(lambda x, y: (x * y).sum() * y, hat, updates)
         return updates, MuonState(count, tree.map(lambda new, old: new.to(old.dtype), mu, state.mu), state.ns_coeffs)
@@ -149,19 +152,58 @@ def orthogonalize(
     >>> torch.linalg.svdvals(orthogonalize(torch.tensor([[3.0, 0.0], [1.0, 1.0]]))).min() > 0.6
     tensor(True)
     """
-    batch, reduced, out = _axes(x, numbers or MuonDimensionNumbers())
+    return orthogonalize_all([(x, numbers)], triples, eps, preconditioning)[0]
+
+
+def orthogonalize_all(
+    pairs: Sequence[tuple[torch.Tensor, MuonDimensionNumbers | None]],
+    triples: Sequence[Sequence[Any]],
+    eps: float,
+    preconditioning: str,
+) -> list[torch.Tensor]:
+    """`orthogonalize` for many leaves: matrices of one shape are worked on as one stack, which a mesh splits among its ranks."""
+    flats = [_flat(x, numbers or MuonDimensionNumbers()) for x, numbers in pairs]
+    groups: dict[Any, list[int]] = {}
+    for i, flat in enumerate(flats):
+        groups.setdefault((flat.shape[1:], flat.dtype, flat.device), []).append(i)
+    found: list[torch.Tensor] = list(flats)
+    markers = active_markers()
+    for group in groups.values():
+        stack = torch.cat([flats[i] for i in group]) if len(group) > 1 else flats[group[0]]
+        if markers is None:
+            result = _orthogonal(stack, triples, eps, preconditioning)
+        else:
+            result = markers.spread_like(_orthogonal(markers.spread(stack), triples, eps, preconditioning), stack)
+        for i, part in zip(group, result.split([len(flats[i]) for i in group]), strict=True):
+            found[i] = part
+    return [_unflat(y, x, numbers or MuonDimensionNumbers()) for y, (x, numbers) in zip(found, pairs, strict=True)]
+
+
+def _flat(x: torch.Tensor, numbers: MuonDimensionNumbers) -> torch.Tensor:
+    """A leaf as a stack of matrices [batch, rows, columns], no taller than wide."""
+    batch, reduced, out = _axes(x, numbers)
+    flat = x.permute(*batch, *reduced, *out).reshape(-1, *(math.prod(x.shape[a] for a in axes) for axes in (reduced, out)))
+    return flat.mT if flat.shape[1] > flat.shape[2] else flat
+
+
+def _unflat(y: torch.Tensor, x: torch.Tensor, numbers: MuonDimensionNumbers) -> torch.Tensor:
+    """A stack of matrices in the shape of the leaf that it was made from."""
+    batch, reduced, out = _axes(x, numbers)
     order = (*batch, *reduced, *out)
-    flat = x.permute(order).reshape(-1, *(math.prod(x.shape[a] for a in axes) for axes in (reduced, out)))
-    y = flat.mT if flat.shape[1] > flat.shape[2] else flat
+    if math.prod(x.shape[a] for a in reduced) > math.prod(x.shape[a] for a in out):
+        y = y.mT
+    return y.reshape([x.shape[a] for a in order]).permute(sorted(range(x.dim()), key=order.__getitem__))
+
+
+def _orthogonal(y: torch.Tensor, triples: Sequence[Sequence[Any]], eps: float, preconditioning: str) -> torch.Tensor:
+    """Each matrix of a stack."""
     if preconditioning == "frobenius":
         y = y / (torch.linalg.matrix_norm(y, keepdim=True) + eps)
     elif preconditioning == "spectral":
         y = y / (torch.linalg.matrix_norm(y, ord=2, keepdim=True) + eps)
     for i, triple in enumerate(triples):
         y = _iterate(y, triple, preconditioning if i == 0 else "frobenius")
-    y = y.mT if flat.shape[1] > flat.shape[2] else y
-    back = sorted(range(x.dim()), key=order.__getitem__)
-    return y.reshape([x.shape[a] for a in order]).permute(back)
+    return y
 
 
 def _iterate(x: torch.Tensor, triple: Sequence[Any], preconditioning: str) -> torch.Tensor:
