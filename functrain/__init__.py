@@ -6,6 +6,7 @@ This file is the table of contents.
 # Trees, and values that live in them
 from functrain import tree as tree
 from functrain import random as random
+from functrain import sharding as sharding
 from functrain.tree import Mean as Mean
 from functrain.tree import field as field
 from functrain.tree import struct as struct

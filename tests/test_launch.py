@@ -1,5 +1,6 @@
 """Real ranks: their results, the ways they end, and that nothing of them is left. About 45 s."""
 
+import atexit
 import logging
 import os
 import re
@@ -185,6 +186,7 @@ ENDINGS: dict[str, tuple[Callable[[], Any], str]] = {
     "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 was ended by SIGKILL"),
     "status": (lambda: os._exit(7), "rank 1 ended with exit status 7"),
     "no result": (lambda: os._exit(0), "rank 1 ended with exit status 0, before fn returned"),
+    "on its way out": (lambda: atexit.register(os._exit, 5) and None, "rank 1 ended with exit status 5"),
     "sys.exit": (lambda: sys.exit(4), "rank 1 raised SystemExit: 4"),
     "lock": (threading.Lock, "the result, a lock, cannot be sent back: .* Return tensors"),
     "timeout": (lambda: 1, "rank 0 had not finished after 3 s"),
@@ -207,6 +209,23 @@ def test_nothing_runs_on_however_a_rank_ends(
     assert len(pids_in(tmp_path)) == 4
     assert wait_for(lambda: not any(map(alive, pids_in(tmp_path))), 2)
     assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
+
+
+@real
+def test_a_rank_that_is_ended_may_tidy_up_first(tmp_path: Path) -> None:
+    def tidy() -> None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit((tmp_path / "tidy").write_text("yes")))
+        (tmp_path / "ready").touch()
+        time.sleep(300)
+
+    def wait_and_fail() -> None:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        raise ValueError
+
+    with pytest.raises(LaunchError, match=r"^rank 1 raised ValueError"):
+        launch(lambda: [tidy, wait_and_fail][int(os.environ["RANK"])]())
+    assert (tmp_path / "tidy").read_text() == "yes"
 
 
 @real
@@ -241,7 +260,9 @@ def test_output_is_shown_by_whole_lines_with_the_rank_once(capsys: pytest.Captur
 
 
 @real
-def test_output_is_shown_while_the_ranks_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_output_is_shown_while_the_ranks_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+
     def speak_and_wait() -> None:
         print("now")
         while not (tmp_path / "go").exists():

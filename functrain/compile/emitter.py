@@ -188,7 +188,24 @@ class Emitter:
             return self._draw(node, a, dim, size)
         if (node.target is aten.arange.start_step and len(node.args) == 3) or node.target in (aten.arange.default, aten.arange.start):
             return self._arange(node, a, size)
+        if node.target in (aten.unsqueeze.default, aten.expand.default):
+            return self._widened(node, a, dim)
         return self._pointwise(node, a, dim)
+
+    def _widened(self, node: fx.Node, a: int, dim: int) -> fx.Node | None:
+        """A dimension of size 1 put in, or repeated: the piece of a piece."""
+        source: Any = node.args[0]
+        val, before = node.meta["val"], source.meta["val"]
+        if node.target is aten.unsqueeze.default:
+            at = int(node.args[1]) % val.ndim  # type: ignore[call-overload]
+            small = self._made_small(source, a, dim - (dim > at)) if dim != at else None
+            return None if small is None else self.emit(node.target, small, at)
+        d = dim - (val.ndim - before.ndim)
+        size = [n // self.mesh.axis_sizes[a] if i == dim else n for i, n in enumerate(val.shape)]
+        if d < 0 or before.shape[d] == 1:
+            return self.emit(node.target, source, size)
+        small = self._made_small(source, a, d)
+        return None if small is None else self.emit(node.target, small, size)
 
     def filled(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
         """What a `zeros_like` and its kin make, in another shape and without what it is like."""

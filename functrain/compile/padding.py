@@ -128,13 +128,13 @@ def settle(emitter: Emitter, target: Any, args: Any, kwargs: Any) -> tuple[Any, 
         return args, kwargs, {}
     if target in ELEMENTWISE_BUT_LAST:
         *leaves, last = args
-        return (*(v if v.padding == like.padding else store(emitter, v, _aligned(v, like)) for v in leaves), last), kwargs, like.padding
+        return (*(v if _padded_alike(v, like) else store(emitter, v, like.placements) for v in leaves), last), kwargs, like.padding
     if torch.Tag.pointwise in target.tags or target in PASSES:
         ndim = max(len(v.shape) for v in values)
         if len(like.shape) == ndim and all(_alike(v, like) for v in values):
 
             def settled(v: Value) -> Value:
-                return v if v.padding == like.padding or not _needs_padding(v, like) else store(emitter, v, _aligned(v, like))
+                return v if _padded_alike(v, like) or not _needs_padding(v, like) else store(emitter, v, _aligned(v, like))
 
             args, kwargs = map_values(settled, (args, kwargs))
             return args, kwargs, like.padding
@@ -153,6 +153,11 @@ def _alike(v: Value, like: Value) -> bool:
         return all(dim < offset or v.shape[dim - offset] == 1 for dim in like.padding) and not v.padding
     true = [v.padding.get(dim, size) for dim, size in enumerate(v.shape)]
     return all(true[dim] in (1, size) for dim, size in like.padding.items()) and all(dim in like.padding for dim in v.padding)
+
+
+def _padded_alike(v: Value, like: Value) -> bool:
+    """Whether both have the same padding; one true size may be rounded up to several."""
+    return v.padding == like.padding and all(v.shape[dim] == like.shape[dim] for dim in like.padding)
 
 
 def _needs_padding(v: Value, like: Value) -> bool:

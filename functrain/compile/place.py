@@ -108,7 +108,7 @@ def _captured(function: Any, structure: Any, static: tuple[Any, ...], mesh: Mesh
 
     def run(*arrays: Any) -> Any:
         given = iter(arrays)
-        args, kwargs = tree.unflatten(structure, [next(given) if x is _ARRAY else x[1] for x in static])
+        args, kwargs = tree.unflatten(structure, [next(given) if x is _ARRAY else _thawed(x) for x in static])
         return function(*args, **kwargs)
 
     return _AsLeft(run, frozenset(), frozenset(), _EAGER, Plan(mesh))
@@ -129,9 +129,18 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves, structure = tree.flatten((args, kwargs))
     arrays = [x for x in leaves if isinstance(x, (Array, torch.Tensor))]
     mesh = next(x.mesh for x in arrays if isinstance(x, Array))
-    static = tuple(_ARRAY if isinstance(x, (Array, torch.Tensor)) else (type(x), x) for x in leaves)
+    static = tuple(_ARRAY if isinstance(x, (Array, torch.Tensor)) else _frozen(x) for x in leaves)
     plain = [x if isinstance(x, Array) else place(x, Sharding(mesh, P())) for x in arrays]
     return _captured(function, structure, static, mesh)(*plain)
+
+
+def _frozen(x: Any) -> Any:
+    """An argument as part of a cache's key: 1 and True are equal, and slices have no hash."""
+    return (slice, x.start, x.stop, x.step) if isinstance(x, slice) else (type(x), x)
+
+
+def _thawed(x: Any) -> Any:
+    return slice(*x[1:]) if x[0] is slice else x[1]
 
 
 register_runner(_run)

@@ -43,18 +43,38 @@ def _rewrite(graph: fx.GraphModule) -> list[str]:
 
 
 def _reduce_scalars_together(graph: fx.Graph) -> list[str]:
-    """Reductions of single numbers over one axis become one message, sent when the first of the results is needed."""
-    details = []
-    waiting: dict[tuple[object, ...], list[fx.Node]] = {}
-    for node in list(graph.nodes):
-        used = {x for x in node.all_input_nodes if x.target is ops.all_reduce.default}
-        for key, group in list(waiting.items()):
-            if used & set(group) or node.op == "output":
-                details += _together(graph, waiting.pop(key), node)
+    """Reductions of single numbers over one axis, none of which rests on another, become one message."""
+    depth: dict[fx.Node, int] = {}  # how many such reductions a value rests on, one after another
+    groups: dict[tuple[object, ...], list[fx.Node]] = {}
+    for node in graph.nodes:
+        below = max((depth[x] for x in node.all_input_nodes), default=0)
         val = node.meta.get("val")
-        if node.target is ops.all_reduce.default and isinstance(val, torch.Tensor) and val.numel() == 1:
-            waiting.setdefault((*node.args[1:], val.dtype), []).append(node)
+        small = node.target is ops.all_reduce.default and isinstance(val, torch.Tensor) and val.numel() == 1
+        if small:
+            groups.setdefault((*node.args[1:], val.dtype, node.meta.get("phase"), below), []).append(node)
+        depth[node] = below + small
+    details = [line for group in groups.values() for line in _together(graph, group, group[0])]
+    if details:
+        _inputs_first(graph)
     return details
+
+
+def _inputs_first(graph: fx.Graph) -> None:
+    """Put every operation behind what it reads, and leave the order as it is otherwise."""
+    done: set[fx.Node] = set()
+    end = graph.output_node()
+    for node in list(graph.nodes):
+        stack = [node]
+        while stack:
+            missing = [x for x in stack[-1].all_input_nodes if x not in done]
+            if missing:
+                stack.extend(reversed(missing))
+                continue
+            ready = stack.pop()
+            if ready not in done:
+                done.add(ready)
+                if ready is not end:
+                    end.prepend(ready)
 
 
 def _together(graph: fx.Graph, group: list[fx.Node], before: fx.Node) -> list[str]:
@@ -72,7 +92,8 @@ def _together(graph: fx.Graph, group: list[fx.Node], before: fx.Node) -> list[st
                 graph, aten.reshape.default, (one, list(node.meta["val"].shape)), node, one.meta["val"].reshape(node.meta["val"].shape)
             )
             node.replace_all_uses_with(back)
-            graph.erase_node(node)
+    for node in group:
+        graph.erase_node(node)
     return [f"{len(group)} scalars are reduced together before {before.name}"]
 
 

@@ -71,7 +71,7 @@ class P:
 def _axes(entry: str | Sequence[str] | None) -> tuple[str, ...]:
     if entry is None:
         return ()
-    axes = (entry,) if isinstance(entry, str) else tuple(entry)
+    axes = tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
     if not all(isinstance(axis, str) and axis for axis in axes):
         raise TypeError(f"an entry of P is None, the name of a mesh axis, or a tuple of names, not {entry!r}")
     return axes

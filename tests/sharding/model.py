@@ -11,7 +11,7 @@ import functrain as ft
 WIDTH, HEADS, SEQ, VOCAB, ROWS, HIDDEN = 12, 3, 6, 23, 48, 29
 
 
-def init(key: torch.Tensor, layers: int = 1) -> dict[str, Any]:
+def init(key: torch.Tensor, layers: int = 1, hidden: int = HIDDEN) -> dict[str, Any]:
     """Params as in a GPT with LayerNorm, learned positions and an untied head."""
     keys = iter(ft.random.split(key, 3 + 6 * layers))
 
@@ -23,7 +23,7 @@ def init(key: torch.Tensor, layers: int = 1) -> dict[str, Any]:
 
     def block() -> dict[str, Any]:
         attention = {name: normal(WIDTH, WIDTH) for name in ("q", "k", "v", "out")}
-        return {"ln1": norm(), "attn": attention, "ln2": norm(), "mlp": {"up": normal(HIDDEN, WIDTH), "down": normal(WIDTH, HIDDEN)}}
+        return {"ln1": norm(), "attn": attention, "ln2": norm(), "mlp": {"up": normal(hidden, WIDTH), "down": normal(WIDTH, hidden)}}
 
     return {
         "wte": normal(VOCAB, WIDTH),
