@@ -132,6 +132,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     stdout: Output = "tail",
     log_dir: str | os.PathLike[str] | None = None,
+    grace: float = GRACE,
 ) -> list[Any]:
     """Run `fn(*args)` in `nproc` fresh processes of this machine, as torchrun would.
 
@@ -147,6 +148,7 @@ def launch(
         env: more environment variables for the ranks.
         stdout: for stdout and stderr of the ranks: "tail" shows whole lines, with `[rank 1]` in front (rank 0 has none); "inherit" lets
             them write where this process does; "quiet" shows nothing.
+        grace: seconds that ranks get to end after a SIGTERM, which a signal to this process, a failure or the end of the time sends them.
         log_dir: where to keep the ranks' stdout, stderr and tracebacks, as torchrun does: `NAME/attempt_0/RANK/stdout.log`.
 
     Returns:
@@ -166,7 +168,7 @@ def launch(
         folder = Path(name)
         (folder / "job").write_bytes(job)
         (folder / "path").write_text(json.dumps(sys.path))
-        ranks = _Ranks(folder, [_environment(rank, nproc, port, folder.name, env) for rank in range(nproc)], stdout, log_dir)
+        ranks = _Ranks(folder, [_environment(rank, nproc, port, folder.name, env) for rank in range(nproc)], stdout, log_dir, grace)
         try:
             ranks.start()
             _wait_for_results(ranks, timeout)
@@ -264,10 +266,10 @@ def _signals() -> Iterator[None]:
 class _Ranks:
     """The processes of one launch."""
 
-    def __init__(self, folder: Path, environments: list[dict[str, str]], stdout: Output, log_dir: str | os.PathLike[str] | None) -> None:
+    def __init__(self, folder: Path, environments: list[dict[str, str]], stdout: Output, log_dir: Any, grace: float) -> None:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext  # noqa: PLC0415
 
-        self.folder = folder
+        self.folder, self.grace = folder, grace
         self.alive: dict[int, float] = {}  # when each rank that has ended was last seen running, seconds of the epoch
         self.looked = time.time()
         logs = DefaultLogsSpecs(os.fspath(log_dir or folder / "logs"), redirects=Std.NONE if stdout == "inherit" else Std.ALL)
@@ -322,7 +324,7 @@ class _Ranks:
         for number in (signal.SIGTERM, signal.SIGKILL):
             for rank in self.running:
                 self.context.subprocess_handlers[rank].close(number)
-            self.wait(lambda: False, GRACE)
+            self.wait(lambda: False, self.grace)
         self.context.close(signal.SIGKILL, timeout=1)
         self.look(last=True)
 

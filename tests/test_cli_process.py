@@ -80,3 +80,51 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(tmp_path: Path, environment
     assert out == ""
     assert not (tmp_path / "run").exists()
     assert list(cache.iterdir()) == []
+
+
+PLAN = """
+mesh = {data = 2}
+batch = ["data"]
+
+[[zero]]
+stage = 2
+axis = "data"
+min_size = 0
+"""
+
+
+def test_two_ranks_with_a_plan_end_with_the_weights_of_one(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "plan.toml").write_text(PLAN)
+    losses = []
+    for options in ([], ["--nproc", "2"], ["--plan", "plan.toml"]):
+        train = command("train", *NANO, *options, "--tokenizer", "bytes", "--steps", "6", "--held-out", "0.0005", "--out", "run")
+        done = subprocess.run(train, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("validation loss:") == 1
+        losses.append([(r["loss"], r["grad_norm"]) for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r])
+    for found in losses[1:]:
+        assert found == [(pytest.approx(a, rel=1e-5), pytest.approx(b, rel=1e-4)) for a, b in losses[0]]
+
+
+def test_ctrl_c_stops_all_ranks_at_one_step(tmp_path: Path, environment: dict[str, str]) -> None:
+    train = command("train", *NANO, "--nproc", "2", "--steps", "100000", "--tokenizer", "bytes", "--out", "run")
+    process = subprocess.Popen(train, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while not (metrics.is_file() and len(read_metrics(metrics)) > 3) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert f"after {len(read_metrics(metrics))} steps" in out
+    assert "Traceback" not in err
+    assert (tmp_path / "run" / "weights.safetensors").is_file()
+
+
+def test_a_plan_that_is_wrong_is_one_sentence(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "plan.toml").write_text("mesh = {data = 2}\nbach = ['data']")
+    for options, message in ((["--plan", "plan.toml"], "has no key 'bach'"), (["--plan", "none.toml"], "cannot be read")):
+        done = subprocess.run(command("train", *options), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1

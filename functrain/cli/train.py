@@ -30,6 +30,7 @@ from functrain.observe import MetricsError, MetricsWriter, make_progress, read_m
 from functrain.observe.progress import Progress
 
 QUICK = 16384  # tokens of a validation during the run; the last one takes all
+SAVING = 60.0  # seconds that ranks get to finish a step and save after Ctrl-C
 SAMPLE = 200  # tokens of the sample at the end
 _FAILED, _LATE = 1000, 1  # wishes to stop, beside the numbers of signals
 INTERRUPTS = frozenset(map(int, SIGNALS))
@@ -75,7 +76,7 @@ def train_command(arguments: argparse.Namespace) -> int:
     settings = dataclasses.replace(settings, out=settings.out or default_folder(settings))
     prepare_job(settings, Ranks(None))  # what is wrong is said once, and the tokenizer is trained once
     try:
-        return int(launch(train, settings, nproc=nproc, stdout="inherit")[0])
+        return int(launch(train, settings, nproc=nproc, stdout="inherit", grace=SAVING)[0])
     except LaunchError as error:
         raise of_ranks(error) from error
 
