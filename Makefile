@@ -1,4 +1,4 @@
-# make train   installs what the main job needs and trains a small GPT on the standard library's source code
+# make train   installs what the main job needs and trains a small GPT on the standard library's source code, on two ranks
 # make test    installs what the tests need, checks style and types, runs every test
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
 .PHONY: train test test-fast check format bench clean
 
 train: $(VENV)/core.stamp
-	$(BIN)/functrain train
+	$(BIN)/functrain train --nproc 2
 
 test: check
 	$(PYTEST)

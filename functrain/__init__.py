@@ -56,3 +56,10 @@ from functrain.compile.jitted import disable_jit as disable_jit
 from functrain.compile.jit import jit as jit
 from functrain.compile.place import device_put as device_put
 from functrain.compile.place import init as init
+
+# Processes
+from functrain.launch import LaunchError as LaunchError
+from functrain.launch import current_device_name as current_device_name
+from functrain.launch import launch as launch
+from functrain.launch import print_dist as print_dist
+from functrain.launch import rank_logging as rank_logging

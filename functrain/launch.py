@@ -10,6 +10,7 @@ other end closes, however that came. What a rank started in its process group en
 
 import contextlib
 import faulthandler
+import io
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any, Literal, NamedTuple, get_args
 
 Output = Literal["tail", "inherit", "quiet"]
@@ -202,10 +204,17 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _dumps(value: Any, problem: str, remedy: str) -> bytes:
-    import cloudpickle  # noqa: PLC0415  (only a launch needs it)
+    """By cloudpickle. From 3.1.3 on it leaves out the files that functions are from; tracebacks and errors name lines, so they go too."""
+    from cloudpickle import Pickler  # noqa: PLC0415  (only a launch needs it)
 
+    def with_file(code: CodeType) -> tuple[Any, ...]:
+        make, values, *rest = Pickler.dispatch_table[CodeType](code)
+        return make, tuple(code.co_filename if value == "<dynamic-code>" else value for value in values), *rest
+
+    pickler = type("_Pickler", (Pickler,), {"dispatch_table": Pickler.dispatch_table.new_child({CodeType: with_file})})
     try:
-        return cloudpickle.dumps(value)
+        pickler(buffer := io.BytesIO()).dump(value)
+        return buffer.getvalue()
     except Exception as error:
         raise TypeError(f"{problem}: {error}. {remedy}") from error
 
@@ -277,7 +286,7 @@ class _Ranks:
         self.context = SubprocessContext("rank", sys.executable, args, dict(enumerate(environments)), logs)
         self.logs = [Path(file).parent for _, file in sorted(self.context.error_files.items())]  # the folder of each rank
         files = {"stdout": self.context.stdouts, "stderr": self.context.stderrs} if stdout == "tail" else {}
-        self.tails = [_Tail(path, rank, stream) for stream, paths in files.items() for rank, path in paths.items()]
+        self.shown = {(stream, rank, path): 0 for stream, paths in files.items() for rank, path in paths.items()}  # bytes shown of each
 
     @property
     def running(self) -> tuple[int, ...]:
@@ -308,8 +317,22 @@ class _Ranks:
                 handler.close(signal.SIGKILL)
                 self.alive[rank] = seen
                 handler.proc.wait()
-        for tail in self.tails:
-            tail.show(last)
+        if self.context.subprocess_handlers:
+            self.show(last)
+
+    def show(self, last: bool) -> None:
+        """Show the whole lines that the ranks have written, from the thread that launched; at last the rest too."""
+        for (stream, rank, path), position in self.shown.items():
+            with open(path, "rb") as file:
+                file.seek(position)
+                data = file.read()
+            data = data if last else data[: data.rfind(b"\n") + 1]
+            self.shown[stream, rank, path] += len(data)
+            if data:
+                prefix = f"[rank {rank}] " if rank else ""
+                lines = data.decode(errors="replace").removesuffix("\n").split("\n")
+                getattr(sys, stream).write("".join(f"{prefix}{line.removeprefix(prefix)}\n" for line in lines))
+                getattr(sys, stream).flush()
 
     def wait(self, until: Callable[[], object], seconds: float | None) -> None:
         """Look until something is so, all have ended or the time is over."""
@@ -359,31 +382,6 @@ def _wait_for_results(ranks: _Ranks, timeout: float | None) -> None:
     if unfinished := ranks.running:
         names = f"rank{'s' if len(unfinished) > 1 else ''} {', '.join(map(str, unfinished))}"
         raise LaunchError(f"{names} had not finished after {timeout:g} s; all ranks were ended", unfinished=unfinished)
-
-
-@dataclass
-class _Tail:
-    """Shows the whole lines that a rank has written to a file, from the thread that launched."""
-
-    file: str
-    rank: int
-    stream: str  # "stdout" or "stderr"
-    position: int = 0  # bytes shown
-
-    def show(self, last: bool) -> None:
-        if not os.path.exists(self.file):
-            return
-        with open(self.file, "rb") as file:
-            file.seek(self.position)
-            data = file.read()
-        data = data if last else data[: data.rfind(b"\n") + 1]
-        self.position += len(data)
-        if data:
-            prefix = f"[rank {self.rank}] " if self.rank else ""
-            lines = data.decode(errors="replace").removesuffix("\n").split("\n")
-            target = getattr(sys, self.stream)
-            target.write("".join(f"{prefix}{line.removeprefix(prefix)}\n" for line in lines))
-            target.flush()
 
 
 def _run_rank(folder: Path) -> int:

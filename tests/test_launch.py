@@ -140,7 +140,7 @@ def test_the_folder_is_private_and_removed() -> None:
 
 
 @real
-def test_an_exception_ends_a_rank_that_waits_in_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_ends_a_rank_that_waits_in_a_collective() -> None:
     def barrier() -> None:
         import torch.distributed as dist  # noqa: PLC0415
 
@@ -154,10 +154,9 @@ def test_an_exception_ends_a_rank_that_waits_in_a_collective(monkeypatch: pytest
             fail()
         dist.barrier()
 
-    monkeypatch.setattr("functrain.launch.GRACE", 0.3)
     start = time.monotonic()
     with pytest.raises(LaunchError, match=r"^rank 1 raised ValueError: rank 1 has had enough") as caught:
-        launch(barrier)
+        launch(barrier, grace=0.3)
     assert time.monotonic() - start < 15
     (failure,) = caught.value.failures
     assert (failure.rank, caught.value.unfinished) == (1, (0,))
@@ -195,14 +194,11 @@ ENDINGS: dict[str, tuple[Callable[[], Any], str]] = {
 
 @real
 @pytest.mark.parametrize(("then", "message"), ENDINGS.values(), ids=ENDINGS.keys())
-def test_nothing_runs_on_however_a_rank_ends(
-    then: Callable[[], Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("functrain.launch.GRACE", 0.3)
+def test_nothing_runs_on_however_a_rank_ends(then: Callable[[], Any], message: str, tmp_path: Path) -> None:
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
     start = time.monotonic()
     with pytest.raises(LaunchError, match=message) as caught:
-        launch(sleepers(tmp_path, then), timeout=3 if "3 s" in message else 60)
+        launch(sleepers(tmp_path, then), timeout=3 if "3 s" in message else 60, grace=0.3)
     assert time.monotonic() - start < 10
     assert caught.value.unfinished == (0,)
     assert [failure.rank for failure in caught.value.failures] == ([] if "3 s" in message else [1])

@@ -187,7 +187,7 @@ def test_a_plan_is_plain_data() -> None:
     plan = ft.Plan(
         virtual(data=2, model=2),
         ft.Rules({"params/**/up": P("model")}),
-        ft.zero(3, min_size=7, only="blocks/**", groups="blocks/*"),
+        ft.zero(3, min_size=7, only="blocks/**"),
         ft.zero(1),
         batch=P("data"),
         activations={"hidden": P("data", None, None)},
@@ -230,5 +230,7 @@ def test_state_bytes_fall_with_the_ranks() -> None:
 def test_what_is_not_there_yet_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="offload"):
         ft.Plan(virtual(data=2), offload={"opt_state/**": "nvme"})  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError, match="groups"):
+        ft.zero(3, groups="blocks/*")
     with pytest.raises(NotImplementedError, match="tier 'nvme'"):
         Sharding(virtual(data=2), P(), "nvme")
