@@ -1,7 +1,6 @@
 """Real ranks: the collectives of one rank's graph as calls of `torch.distributed`, asynchronous, waited for where the graph waits."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,20 +8,10 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from functrain.compile.collectives import SENT, ops, place_along, shard_start
+from functrain.compile.exchange import EXCHANGES, FEW, REDUCTIONS, Pending, Several, cut, joined
 from functrain.compile.graph import operations
 from functrain.compile.passes.base import copied
 from functrain.sharding import Mesh
-
-_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
-
-
-@dataclass
-class Pending:
-    """A collective that has started: what to wait for, and how its result is then put together. Holds what the back end still reads."""
-
-    work: Any
-    finish: Callable[[], torch.Tensor]
-    held: tuple[torch.Tensor, ...]
 
 
 def wait(pending: Pending, held: Any) -> torch.Tensor:
@@ -71,8 +60,8 @@ def _start(target: Any, mesh: Mesh, axis: str, rest: Sequence[Any]) -> Callable[
     if mesh.groups is None or axis not in mesh.groups.by_axis:
         raise ValueError(f"this process has no group for the mesh axis {axis!r}")
     group = mesh.groups.by_axis[axis]
-    make = _reduce_scatter_by_exchange if target is ops.reduce_scatter.default and mesh.groups.device.type == "cpu" else _STARTS[target]
-    return make(group, mesh.peers(mesh.rank, axis), *rest)
+    starts = {**_STARTS, **EXCHANGES} if mesh.groups.device.type == "cpu" and 1 < mesh.size(axis) <= FEW else _STARTS
+    return starts[target](group, mesh.peers(mesh.rank, axis), *rest)
 
 
 def _all_gather(group: Any, peers: list[int], dim: int, n: int) -> Callable[[torch.Tensor], Pending]:
@@ -85,37 +74,9 @@ def _all_gather(group: Any, peers: list[int], dim: int, n: int) -> Callable[[tor
     return all_gather
 
 
-def joined(pieces: torch.Tensor, dim: int) -> torch.Tensor:
-    """Pieces [n, ...] side by side along a dimension of theirs; a view for the first one."""
-    n, *shape = pieces.shape
-    if all(size == 1 for size in shape[:dim]):
-        shape[dim] *= n
-        return pieces.view(shape)
-    return torch.cat(list(pieces.unbind(0)), dim)
-
-
-def _cut(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
-    """[n, ...]: the pieces of a dimension, each contiguous."""
-    if all(size == 1 for size in x.shape[:dim]) and x.is_contiguous():
-        return x.view([n, *x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :]])
-    return torch.stack(x.chunk(n, dim))
-
-
-def _reduce_scatter_by_exchange(group: Any, peers: list[int], dim: int, n: int) -> Callable[[torch.Tensor], Pending]:
-    """Gloo's reduce-scatter is an all-reduce inside; an exchange and a sum here move half of it, and add up in rank order."""
-
-    def reduce_scatter(x: torch.Tensor) -> Pending:
-        pieces = _cut(x, dim, n)
-        out = torch.empty_like(pieces)
-        work = dist.all_to_all_single(out.view(-1), pieces.view(-1), group=group, async_op=True)
-        return Pending(work, lambda: torch.add(out[0], out[1]) if n == 2 else out.sum(0), (x, pieces, out))
-
-    return reduce_scatter
-
-
 def _reduce_scatter(group: Any, peers: list[int], dim: int, n: int) -> Callable[[torch.Tensor], Pending]:
     def reduce_scatter(x: torch.Tensor) -> Pending:
-        pieces = _cut(x, dim, n)
+        pieces = cut(x, dim, n)
         out = torch.empty_like(pieces[0])
         work = dist.reduce_scatter_single(out.view(-1), pieces.view(-1), group=group, async_op=True)
         return Pending(work, lambda: out, (x, pieces))
@@ -126,7 +87,7 @@ def _reduce_scatter(group: Any, peers: list[int], dim: int, n: int) -> Callable[
 def _all_reduce(group: Any, peers: list[int], op: str, n: int) -> Callable[[torch.Tensor], Pending]:
     def all_reduce(x: torch.Tensor) -> Pending:
         out = x.clone(memory_format=torch.contiguous_format)
-        work = dist.all_reduce(out, _REDUCTIONS[op], group=group, async_op=True)
+        work = dist.all_reduce(out, REDUCTIONS[op][0], group=group, async_op=True)
         return Pending(work, lambda: out, ())
 
     return all_reduce
@@ -134,23 +95,12 @@ def _all_reduce(group: Any, peers: list[int], op: str, n: int) -> Callable[[torc
 
 def _all_to_all(group: Any, peers: list[int], split: int, join: int, n: int) -> Callable[[torch.Tensor], Pending]:
     def all_to_all(x: torch.Tensor) -> Pending:
-        pieces = _cut(x, split, n)
+        pieces = cut(x, split, n)
         out = torch.empty_like(pieces)
         work = dist.all_to_all_single(out.view(-1), pieces.view(-1), group=group, async_op=True)
         return Pending(work, lambda: joined(out, join), (x, pieces, out))
 
     return all_to_all
-
-
-class _Several:
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self.works = works
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
 
 
 def _permute(group: Any, peers: list[int], source: Sequence[int], n: int) -> Callable[[torch.Tensor], Pending]:
@@ -163,7 +113,7 @@ def _permute(group: Any, peers: list[int], source: Sequence[int], n: int) -> Cal
             out.copy_(x)
         works = [dist.isend(x, peers[i], group=group) for i, s in enumerate(source) if s == me and i != me]
         works += [dist.irecv(out, peers[source[me]], group=group)] if source[me] not in (-1, me) else []
-        return Pending(_Several(works), lambda: out, (x, out))
+        return Pending(Several(works), lambda: out, (x, out))
 
     return permute
 

@@ -3,6 +3,8 @@
 A gathered param is let go of after its last use in the forward pass and gathered again for the backward pass.
 """
 
+import operator
+
 import torch
 import torch.fx as fx
 
@@ -11,6 +13,7 @@ from functrain.compile.graph import is_view, operations
 from functrain.compile.passes.base import Pass
 
 aten = torch.ops.aten
+SMALL = 2**14  # bytes; a message of that size costs more than its bytes do
 _REDUCTIONS = {ops.reduce_scatter.default, ops.all_reduce.default}
 _CHEAP = {
     aten._to_copy.default,
@@ -30,7 +33,7 @@ def schedule() -> Pass:
 
 
 def _rewrite(graph: fx.GraphModule) -> list[str]:
-    details = _reduce_scalars_together(graph.graph)
+    details = _reduce_small_together(graph.graph)
     details += _gather_again(graph.graph)
     _split(graph.graph)
     details += _reduce_early(graph.graph)
@@ -39,21 +42,21 @@ def _rewrite(graph: fx.GraphModule) -> list[str]:
     return details
 
 
-# ---- scalars
+# ---- small values
 
 
-def _reduce_scalars_together(graph: fx.Graph) -> list[str]:
-    """Reductions of single numbers over one axis, none of which rests on another, become one message."""
+def _reduce_small_together(graph: fx.Graph) -> list[str]:
+    """Reductions of small values over one axis, none of which rests on another, become one message."""
     depth: dict[fx.Node, int] = {}  # how many such reductions a value rests on, one after another
     groups: dict[tuple[object, ...], list[fx.Node]] = {}
     for node in graph.nodes:
         below = max((depth[x] for x in node.all_input_nodes), default=0)
         val = node.meta.get("val")
-        small = node.target is ops.all_reduce.default and isinstance(val, torch.Tensor) and val.numel() == 1
+        small = node.target is ops.all_reduce.default and isinstance(val, torch.Tensor) and 0 < val.nbytes <= SMALL
         if small:
             groups.setdefault((*node.args[1:], val.dtype, node.meta.get("phase"), below), []).append(node)
         depth[node] = below + small
-    details = [line for group in groups.values() for line in _together(graph, group, group[0])]
+    details = [line for group in groups.values() for line in _together(graph, group)]
     if details:
         _inputs_first(graph)
     return details
@@ -77,27 +80,26 @@ def _inputs_first(graph: fx.Graph) -> None:
                     end.prepend(ready)
 
 
-def _together(graph: fx.Graph, group: list[fx.Node], before: fx.Node) -> list[str]:
+def _together(graph: fx.Graph, group: list[fx.Node]) -> list[str]:
     if len(group) < 2:
         return []
-    first = group[0]
-    with graph.inserting_before(before):
-        flat = [_call(graph, aten.reshape.default, (n.args[0], [1]), first, n.args[0].meta["val"].reshape([1])) for n in group]  # type: ignore[union-attr]
-        joined = _call(graph, aten.cat.default, (flat,), first, first.meta["val"].new_empty([len(group)]))
+    first, sizes = group[0], [n.meta["val"].numel() for n in group]
+    with graph.inserting_before(first):
+        flat = [_call(graph, aten.reshape.default, (n.args[0], [-1]), first, n.args[0].meta["val"].reshape([-1])) for n in group]  # type: ignore[union-attr]
+        joined = _call(graph, aten.cat.default, (flat,), first, first.meta["val"].new_empty([sum(sizes)]))
         reduced = _call(graph, ops.all_reduce.default, (joined, *first.args[1:]), first, joined.meta["val"])
         reduced.meta.update({key: first.meta[key] for key in ("planned", "move") if key in first.meta})
+        parts = _call(graph, aten.split_with_sizes.default, (reduced, sizes), first, joined.meta["val"].split(sizes))
         for i, node in enumerate(group):
-            one = _call(graph, aten.select.int, (reduced, 0, i), node, reduced.meta["val"][i])
-            back = _call(
-                graph, aten.reshape.default, (one, list(node.meta["val"].shape)), node, one.meta["val"].reshape(node.meta["val"].shape)
-            )
+            one = _call(graph, operator.getitem, (parts, i), node, joined.meta["val"].new_empty([sizes[i]]))
+            back = _call(graph, aten.view.default, (one, list(node.meta["val"].shape)), node, node.meta["val"])
             node.replace_all_uses_with(back)
     for node in group:
         graph.erase_node(node)
-    return [f"{len(group)} scalars are reduced together before {before.name}"]
+    return [f"{len(group)} small values are reduced together as {reduced.name}"]
 
 
-def _call(graph: fx.Graph, target: object, args: tuple[object, ...], like: fx.Node, val: torch.Tensor) -> fx.Node:
+def _call(graph: fx.Graph, target: object, args: tuple[object, ...], like: fx.Node, val: object) -> fx.Node:
     node = graph.call_function(target, args)  # type: ignore[arg-type]
     node.meta.update({key: like.meta.get(key) for key in ("source", "phase")}, val=val)
     return node

@@ -182,7 +182,7 @@ def orthogonalize_all(
 def _flat(x: torch.Tensor, numbers: MuonDimensionNumbers) -> torch.Tensor:
     """A leaf as a stack of matrices [batch, rows, columns], no taller than wide."""
     batch, reduced, out = _axes(x, numbers)
-    flat = x.permute(*batch, *reduced, *out).reshape(-1, *(math.prod(x.shape[a] for a in axes) for axes in (reduced, out)))
+    flat = x.permute(*batch, *reduced, *out).reshape([math.prod(x.shape[a] for a in axes) for axes in (batch, reduced, out)])
     return flat.mT if flat.shape[1] > flat.shape[2] else flat
 
 
