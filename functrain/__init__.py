@@ -57,6 +57,10 @@ from functrain.compile.jit import jit as jit
 from functrain.compile.place import device_put as device_put
 from functrain.compile.place import init as init
 
+# One rank's view: functions of local shards, and collectives for them
+from functrain.compile import lax as lax
+from functrain.compile.shard_map import shard_map as shard_map
+
 # Processes
 from functrain.launch import LaunchError as LaunchError
 from functrain.launch import current_device_name as current_device_name

@@ -47,6 +47,18 @@ def _wait(x: torch.Tensor, held: Sequence[torch.Tensor]) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
+def _enter_shards(x: torch.Tensor, where: str, pieces: Sequence[int]) -> torch.Tensor:
+    return x.new_empty([size // n for size, n in zip(x.shape, pieces, strict=True)])
+
+
+def _leave_shards(x: torch.Tensor, where: str, pieces: Sequence[int]) -> torch.Tensor:
+    return x.new_empty([size * n for size, n in zip(x.shape, pieces, strict=True)])
+
+
+def _axis_index(axes: Sequence[str], sizes: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device=device)
+
+
 # name -> (schema, shape rule)
 _COLLECTIVES: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
     "all_gather": ("(Tensor x, str axis, int dim, int n) -> Tensor", _all_gather),
@@ -56,6 +68,12 @@ _COLLECTIVES: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
     "permute": ("(Tensor x, str axis, int[] source, int n) -> Tensor", _permute),  # rank i gets from source[i]; zeros where it is -1
     "my_shard": ("(Tensor x, str axis, int dim, int n) -> Tensor", _reduce_scatter),  # this rank's piece: nothing is sent
     "wait": ("(Tensor x, Tensor[] held) -> Tensor", _wait),  # ends what started x; what that reads is held until here
+}
+# Of `shard_map`: outside them a captured graph has global shapes, between them one rank's. `where` is a mesh and a spec as text.
+_SHARDS: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
+    "enter_shards": ("(Tensor x, str where, int[] pieces) -> Tensor", _enter_shards),  # dimension d is cut into pieces[d]
+    "leave_shards": ("(Tensor x, str where, int[] pieces) -> Tensor", _leave_shards),
+    "axis_index": ("(str[] axes, int[] sizes, Device device) -> Tensor", _axis_index),
 }
 _MARKERS = {
     "unshard": "(Tensor x) -> Tensor",  # a param leaves its storage
@@ -76,7 +94,7 @@ def _like(x: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def _register() -> None:
-    for name, (schema, shape) in _COLLECTIVES.items():
+    for name, (schema, shape) in (_COLLECTIVES | _SHARDS).items():
         _OPERATORS.define(name + schema)
         torch.library.register_fake(f"functrain::{name}", shape, lib=_OPERATORS)
     for name, schema in _MARKERS.items():
@@ -92,6 +110,7 @@ SENT = frozenset(getattr(ops, name).default for name in ("all_gather", "reduce_s
 LOCAL = frozenset((ops.my_shard.default, ops.wait.default))
 MARKERS = frozenset(getattr(ops, name).default for name in _MARKERS)
 AXIS_OPERATIONS = SENT | {ops.my_shard.default}
+SHARD_OPERATIONS = SENT | {getattr(ops, name).default for name in _SHARDS}  # what `shard_map` leaves in a captured graph
 
 
 def shard_start(axes: Sequence[str], sizes: Sequence[int], width: int) -> int:

@@ -53,9 +53,11 @@ def bytes_sent(operation: str, nbytes: int, n: int) -> int:
 
     Args:
         operation: a collective.
-        nbytes: of the whole value for a gather, a reduction or an exchange.
+        nbytes: of the whole value for a gather, of the argument for a reduction, an exchange or a permutation.
         n: ranks.
     """
+    if operation == "permute":
+        return nbytes
     if operation == "all_reduce":
         return 2 * nbytes * (n - 1) // n
     return nbytes * (n - 1) // n
@@ -139,8 +141,7 @@ class Emitter:
         h, w, axis = have[a], want[a], self.mesh.axis_names[a]
         if not isinstance(h, Shard):
             raise TypeError(f"only a split is taken back, not {h}")
-        others = {p.dim for row in (have, want) for b, p in enumerate(row) if b != a and isinstance(p, Shard)}
-        if isinstance(w, Shard) and h != w and not {h.dim, w.dim} & others and self._divides(node, w.dim, a):
+        if isinstance(w, Shard) and h != w and _innermost(have, want, a) and self._divides(node, w.dim, a):
             return self.collective("all_to_all", node, axis, w.dim, h.dim), w
         return self.collective("all_gather", node, axis, h.dim), Replicate()
 
@@ -278,6 +279,12 @@ class Emitter:
     def axes_of(self, x: Value, dim: int) -> tuple[str, ...]:
         """The mesh axes that split a dimension of a value."""
         return splitting_axes(x.placements, self.mesh, dim)
+
+
+def _innermost(have: Sequence[Placement], want: Sequence[Placement], a: int) -> bool:
+    """Whether axis `a`, split last, would lie inside the axes that split its wanted dimension by then, and outside those still to come."""
+    others = [b for b in range(len(want)) if b != a and want[a] in (have[b], want[b])]
+    return all(have[b] == want[b] if b < a else have[b] != want[a] for b in others)
 
 
 def _first_and_step(args: Sequence[Any]) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from functrain.compile.collectives import ops, shard_start
 from functrain.compile.emitter import DRAWS, FILL_LIKE, FILL_SIZE, Emitter
@@ -98,15 +98,23 @@ def _made_large(emitter: Emitter, node: fx.Node, shape: Sequence[int]) -> fx.Nod
     return emitter.emit(node.target, *args, **kwargs)
 
 
-def mask(emitter: Emitter, x: Value) -> Value:
-    """The value with zeros in its padding, so that a sum does not see it."""
+def mask(emitter: Emitter, x: Value, dims: set[int]) -> Value:
+    """The value with zeros in the padding of some dimensions, so that a sum along them does not see it."""
     node = x.node
-    for dim, true in x.padding.items():
+    for dim in sorted(dims & x.padding.keys()):
         size = x.local.shape[dim]
-        keep = emitter.emit(aten.lt.Scalar, _positions(emitter, x, dim, size), true)
+        keep = emitter.emit(aten.lt.Scalar, _positions(emitter, x, dim, size), x.padding[dim])
         keep = emitter.emit(aten.reshape.default, keep, [size if d == dim else 1 for d in range(len(x.shape))])
         node = emitter.emit(aten.where.self, keep, node, emitter.emit(aten.zeros_like.default, node))
-    return Value(node, x.placements, x.shape)
+    return Value(node, x.placements, x.shape, {dim: true for dim, true in x.padding.items() if dim not in dims})
+
+
+def _sum(emitter: Emitter, x: Value, rest: Sequence[Any], kwargs: Any) -> tuple[Value, dict[int, int]]:
+    """A sum's argument, with zeros where it would see padding, and the padding of its result: that of the dimensions that stay."""
+    given = [*rest, *[kwargs.get("dim"), kwargs.get("keepdim", False)][len(rest) :]]
+    dims = {dim % len(x.shape) for dim in given[0] or range(len(x.shape))}
+    x = mask(emitter, x, dims)
+    return x, x.padding if given[1] else {dim - sum(d < dim for d in dims): true for dim, true in x.padding.items()}
 
 
 def _positions(emitter: Emitter, x: Value, dim: int, size: int) -> fx.Node:
@@ -139,7 +147,8 @@ def settle(emitter: Emitter, target: Any, args: Any, kwargs: Any) -> tuple[Any, 
             args, kwargs = map_values(settled, (args, kwargs))
             return args, kwargs, like.padding
     if target in SUMS and isinstance(args[0], Value):
-        return (mask(emitter, args[0]), *args[1:]), kwargs, {}
+        x, left = _sum(emitter, args[0], args[1:], kwargs)
+        return (x, *args[1:]), kwargs, left
     args, kwargs = map_values(lambda v: unpad(emitter, v), (args, kwargs))
     return args, kwargs, {}
 
@@ -152,7 +161,8 @@ def _alike(v: Value, like: Value) -> bool:
         offset = len(like.shape) - len(v.shape)
         return all(dim < offset or v.shape[dim - offset] == 1 for dim in like.padding) and not v.padding
     true = [v.padding.get(dim, size) for dim, size in enumerate(v.shape)]
-    return all(true[dim] in (1, size) for dim, size in like.padding.items()) and all(dim in like.padding for dim in v.padding)
+    fits = all(true[dim] == size or v.shape[dim] == 1 for dim, size in like.padding.items())
+    return fits and all(dim in like.padding for dim in v.padding)
 
 
 def _padded_alike(v: Value, like: Value) -> bool:
@@ -167,11 +177,13 @@ def _needs_padding(v: Value, like: Value) -> bool:
 
 
 def _aligned(v: Value, like: Value) -> Sequence[Placement]:
-    """The placements of `like` where the argument has that dimension, else the argument's own."""
-    out = []
+    """The placements of `like` where the argument has that dimension, else the argument's own; a padded dimension has no other axes."""
+    out: list[Placement] = []
     for own, other in zip(v.placements, like.placements, strict=True):
         if isinstance(other, Shard) and v.shape[other.dim] != 1:
             out.append(other)
+        elif isinstance(own, Shard) and own.dim in like.padding:
+            out.append(Replicate())
         else:
             out.append(own)
     return out

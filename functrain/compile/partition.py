@@ -15,13 +15,14 @@ import torch
 import torch.fx as fx
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from functrain.compile.collectives import MARKERS, ops
+from functrain.compile.collectives import MARKERS, SHARD_OPERATIONS, ops
 from functrain.compile.constraint import constraint_spec
 from functrain.compile.emitter import Emitter, Redistribution
 from functrain.compile.errors import PartitionError
 from functrain.compile.graph import drop_dead_code, is_mutable, placeholders
 from functrain.compile.padding import all_values, map_values, settle, store, unpad
 from functrain.compile.sharding_rules import Row, as_placement, choose, pointwise_rows, rows_for
+from functrain.compile.shards import check_closures, shard_operation
 from functrain.compile.values import Placements, Value, parts, placements_of, spec_of
 from functrain.sharding import Layout, Mesh, P, Plan
 from functrain.torch_internals import ShardingRules
@@ -72,6 +73,9 @@ class PartitionReport:
         return "\n".join(lines)
 
 
+Paths = tuple[Sequence[str], Sequence[str]]  # of a graph's inputs, and of its outputs
+
+
 @dataclass(frozen=True)
 class Partitioned:
     """One rank's graph, and how its inputs and outputs are split."""
@@ -83,13 +87,13 @@ class Partitioned:
 
 
 def partition(
-    captured: fx.GraphModule, in_paths: Sequence[str], in_specs: Sequence[P], out_specs: Sequence[P | None], plan: Plan, layout: Layout
+    captured: fx.GraphModule, paths: Paths, in_specs: Sequence[P], out_specs: Sequence[P | None], plan: Plan, layout: Layout
 ) -> Partitioned:
     """Cut a captured graph for one rank of the plan's mesh.
 
     Args:
         captured: a graph on global shapes, without mutation.
-        in_paths: of the inputs.
+        paths: of the inputs and of the outputs.
         in_specs: how each input is split in storage.
         out_specs: how each output is to be split; None: as the operations leave it.
         plan: the mesh, and the specs of named activations.
@@ -99,7 +103,8 @@ def partition(
         PartitionError: an operation cannot be cut; names the user's line.
     """
     start = time.perf_counter()
-    walk = _Walk(captured, in_paths, plan, layout)
+    check_closures(captured.graph)
+    walk = _Walk(captured, paths, plan, layout)
     graph = walk.run(in_specs, out_specs)
     report = PartitionReport(_kept_moves(graph, walk.emitter.moves), tuple(walk.replicated), time.perf_counter() - start)
     return Partitioned(graph, tuple(in_specs), tuple(walk.out_specs), report)
@@ -114,8 +119,9 @@ def _kept_moves(graph: fx.GraphModule, moves: Sequence[Redistribution]) -> tuple
 class _Walk:
     """One pass over a captured graph."""
 
-    def __init__(self, captured: fx.GraphModule, in_paths: Sequence[str], plan: Plan, layout: Layout) -> None:
-        self.captured, self.in_paths, self.plan, self.layout = captured, in_paths, plan, layout
+    def __init__(self, captured: fx.GraphModule, paths: Paths, plan: Plan, layout: Layout) -> None:
+        self.captured, self.plan, self.layout = captured, plan, layout
+        self.in_paths, self.out_paths = paths
         self.mesh: Mesh = plan.mesh
         device = next((n.meta["val"].device for n in placeholders(captured.graph)), torch.device("cpu"))
         self.emitter = Emitter(self.mesh, device)
@@ -137,10 +143,13 @@ class _Walk:
                 self._outputs(node, out_specs)
             elif node.target in MARKERS:
                 self.env[node] = self._marker(node)
+            elif node.target in SHARD_OPERATIONS:
+                self.env[node] = shard_operation(self.emitter, node, self.env)
             elif node.target is operator.getitem:
                 self.env[node] = self.env[node.args[0]][node.args[1]]
             else:
                 self.env[node] = self._operation(node)
+                _check_shape(node, self.env[node])
         drop_dead_code(self.emitter.graph)
         attributes = {str(n.target): getattr(self.captured, str(n.target)) for n in self.emitter.graph.nodes if n.op == "get_attr"}
         return fx.GraphModule(attributes, self.emitter.graph)
@@ -167,8 +176,10 @@ class _Walk:
 
     def _outputs(self, node: fx.Node, specs: Sequence[P | None]) -> None:
         found = []
-        for item, spec in zip(node.args[0], specs, strict=True):
+        for item, spec, path in zip(node.args[0], specs, self.out_paths, strict=True):
             self.emitter.tags = {key: item.meta.get(key) for key in ("source", "phase", "block")}
+            if self.layout.role(path) == "params":
+                self._tag_unit(path)
             self.emitter.reason, self.emitter.planned = "a result of the step", True
             value = self.env[item]
             want = self._settled(value) if spec is None else placements_of(spec, self.mesh)
@@ -200,16 +211,27 @@ class _Walk:
         like = node.args[0] if node.target is ops.unshard.default else node.args[1]
         path = self._path(like)
         if node.target is ops.unshard.default:
-            self.emitter.reason, self.emitter.tags["leaf"] = f"use of {path}", path
+            self.emitter.reason = f"use of {path}"
+            self._tag(path)
             used = value.placements if path is None else placements_of(self.layout.used(path), self.mesh)
             return unpad(self.emitter, self.emitter.redistribute(value, used))
         if path is None:  # the gradient of a value that is no leaf stays as it comes
             return value
-        self.emitter.reason, self.emitter.tags["leaf"] = f"gradient of {path}", path
+        self.emitter.reason = f"gradient of {path}"
+        self._tag(path)
         stored = self.layout.gradient(path, self._shape_of(like))
         if node.target is ops.part_grad.default and stored == self.layout.used(path):
             return value  # whole gradients of microbatches add up on each rank and are reduced once
         return store(self.emitter, value, placements_of(stored, self.mesh))
+
+    def _tag(self, path: str | None) -> None:
+        """What follows belongs to this param, and to the unit that is sent as one."""
+        self.emitter.tags["leaf"] = path
+        if path is not None:
+            self._tag_unit(path)
+
+    def _tag_unit(self, path: str) -> None:
+        self.emitter.tags.update(unit=self.layout.group(path), bucket=self.layout.bucket_bytes(path))
 
     def _spread(self, size: int) -> Placements:
         """Dimension 0 split over every axis that still divides it."""
@@ -272,6 +294,8 @@ class _Walk:
 
     def _by_dtensor(self, node: fx.Node, target: Any, args: Any, kwargs: Any, padding: dict[int, int], values: list[Value]) -> Any:
         spec = self._spec
+        if target is aten.reshape.default and 0 in values[0].shape:
+            raise _Unknown("an empty value")  # DTensor's rule for views of empty tensors does not end
         try:
             answer = self.rules.ask(target, map_values(spec, args), map_values(spec, kwargs))
         except Exception as error:
@@ -303,9 +327,9 @@ class _Walk:
         split = any(not isinstance(p, Replicate) for v in all_values((args, kwargs)) for p in v.placements)
         args, kwargs = map_values(lambda v: self.emitter.redistribute(v, self.emitter.whole).node, (args, kwargs))
         out = self.emitter.emit(target, *args, **kwargs)
-        if split:
-            vals = out.meta["val"] if isinstance(out.meta["val"], (tuple, list)) else (out.meta["val"],)
-            size = sum(v.numel() * v.element_size() for v in vals if isinstance(v, torch.Tensor))
+        vals = out.meta["val"] if isinstance(out.meta["val"], (tuple, list)) else (out.meta["val"],)
+        size = sum(v.nbytes for v in vals if isinstance(v, torch.Tensor))
+        if split and size:
             tags = self.emitter.tags
             self.replicated.append(Replicated(str(target), why, size, str(tags.get("source")), str(tags.get("phase"))))
         return self._results(out, None, {})
@@ -344,6 +368,17 @@ class _Walk:
                 found.append(one(self.emitter.emit(operator.getitem, node, i), i) if isinstance(item, torch.Tensor) else item)
             return found
         return node
+
+
+def _check_shape(node: fx.Node, found: Any) -> None:
+    """Raise where a value, without its padding, has another shape than the user's: a rule that forgets padding must not go unseen."""
+    if isinstance(found, Value):
+        shape = tuple(found.padding.get(dim, size) for dim, size in enumerate(found.shape))
+        if shape != tuple(node.meta["val"].shape):
+            raise PartitionError(
+                f"{node.meta.get('source')}: {node.target} on the mesh gives {list(shape)} instead of {list(node.meta['val'].shape)}, "
+                "which is a mistake of functrain's"
+            )
 
 
 class _Unknown(Exception):

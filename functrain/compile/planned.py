@@ -171,7 +171,7 @@ class PlannedJit(Jitted):
         in_specs = self._input_specs(leaves, paths, layout)
         known = {layout.state_path(path): spec for path, spec in zip(paths, in_specs, strict=True) if layout.role(path) != "batch"}
         by_plan = [self._output_spec(path, n, layout, known) for path, n in zip(captured.out_paths, _outputs(captured), strict=True)]
-        cut = partition(captured.graph, paths, in_specs, self._out_specs or by_plan, self.plan, layout)
+        cut = partition(captured.graph, (paths, captured.out_paths), in_specs, self._out_specs or by_plan, self.plan, layout)
         if self.strict and (cut.report.unplanned_large or cut.report.replicated):
             found = "\n".join(map(str, [*cut.report.unplanned_large, *cut.report.replicated]))
             raise PartitionError(f"{self.name} does more than its plan asks for, and strict=True:\n{found}")

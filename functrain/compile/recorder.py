@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from functrain.compile.collectives import SHARD_OPERATIONS
 from functrain.compile.errors import CaptureError, DataDependentError, MutationError, RandomnessError
 from functrain.compile.source import SourceLine, current_source
 from functrain.random.scoping import is_random
@@ -92,7 +93,7 @@ class Recorder(TorchDispatchMode):
             )
         func = self._declared(func, args)
         tensors = [x for x in _flat(args, kwargs) if isinstance(x, torch.Tensor)]
-        if tensors and not any(isinstance(x, FakeTensor) for x in tensors):
+        if tensors and not any(isinstance(x, FakeTensor) for x in tensors) and func not in SHARD_OPERATIONS:
             return self._fold(func, args, kwargs)
         if is_random(func, args, kwargs):
             raise RandomnessError(

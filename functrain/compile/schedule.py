@@ -3,17 +3,15 @@
 A gathered param is let go of after its last use in the forward pass and gathered again for the backward pass.
 """
 
-import operator
-
 import torch
 import torch.fx as fx
 
 from functrain.compile.collectives import SENT, ops
 from functrain.compile.graph import is_view, operations
+from functrain.compile.messages import join_units, reduce_small_together
 from functrain.compile.passes.base import Pass
 
 aten = torch.ops.aten
-SMALL = 2**14  # bytes; a message of that size costs more than its bytes do
 _REDUCTIONS = {ops.reduce_scatter.default, ops.all_reduce.default}
 _CHEAP = {
     aten._to_copy.default,
@@ -23,6 +21,8 @@ _CHEAP = {
     aten.constant_pad_nd.default,
     aten.t.default,
     aten.alias.default,
+    aten.cat.default,
+    aten.permute.default,
     ops.my_shard.default,
 }
 
@@ -33,76 +33,14 @@ def schedule() -> Pass:
 
 
 def _rewrite(graph: fx.GraphModule) -> list[str]:
-    details = _reduce_small_together(graph.graph)
+    details = reduce_small_together(graph.graph)
     details += _gather_again(graph.graph)
+    details += join_units(graph.graph)
     _split(graph.graph)
     details += _reduce_early(graph.graph)
     _wait_late(graph.graph)
     details += _gather_ahead(graph.graph)
     return details
-
-
-# ---- small values
-
-
-def _reduce_small_together(graph: fx.Graph) -> list[str]:
-    """Reductions of small values over one axis, none of which rests on another, become one message."""
-    depth: dict[fx.Node, int] = {}  # how many such reductions a value rests on, one after another
-    groups: dict[tuple[object, ...], list[fx.Node]] = {}
-    for node in graph.nodes:
-        below = max((depth[x] for x in node.all_input_nodes), default=0)
-        val = node.meta.get("val")
-        small = node.target is ops.all_reduce.default and isinstance(val, torch.Tensor) and 0 < val.nbytes <= SMALL
-        if small:
-            groups.setdefault((*node.args[1:], val.dtype, node.meta.get("phase"), below), []).append(node)
-        depth[node] = below + small
-    details = [line for group in groups.values() for line in _together(graph, group)]
-    if details:
-        _inputs_first(graph)
-    return details
-
-
-def _inputs_first(graph: fx.Graph) -> None:
-    """Put every operation behind what it reads, and leave the order as it is otherwise."""
-    done: set[fx.Node] = set()
-    end = graph.output_node()
-    for node in list(graph.nodes):
-        stack = [node]
-        while stack:
-            missing = [x for x in stack[-1].all_input_nodes if x not in done]
-            if missing:
-                stack.extend(reversed(missing))
-                continue
-            ready = stack.pop()
-            if ready not in done:
-                done.add(ready)
-                if ready is not end:
-                    end.prepend(ready)
-
-
-def _together(graph: fx.Graph, group: list[fx.Node]) -> list[str]:
-    if len(group) < 2:
-        return []
-    first, sizes = group[0], [n.meta["val"].numel() for n in group]
-    with graph.inserting_before(first):
-        flat = [_call(graph, aten.reshape.default, (n.args[0], [-1]), first, n.args[0].meta["val"].reshape([-1])) for n in group]  # type: ignore[union-attr]
-        joined = _call(graph, aten.cat.default, (flat,), first, first.meta["val"].new_empty([sum(sizes)]))
-        reduced = _call(graph, ops.all_reduce.default, (joined, *first.args[1:]), first, joined.meta["val"])
-        reduced.meta.update({key: first.meta[key] for key in ("planned", "move") if key in first.meta})
-        parts = _call(graph, aten.split_with_sizes.default, (reduced, sizes), first, joined.meta["val"].split(sizes))
-        for i, node in enumerate(group):
-            one = _call(graph, operator.getitem, (parts, i), node, joined.meta["val"].new_empty([sizes[i]]))
-            back = _call(graph, aten.view.default, (one, list(node.meta["val"].shape)), node, node.meta["val"])
-            node.replace_all_uses_with(back)
-    for node in group:
-        graph.erase_node(node)
-    return [f"{len(group)} small values are reduced together as {reduced.name}"]
-
-
-def _call(graph: fx.Graph, target: object, args: tuple[object, ...], like: fx.Node, val: object) -> fx.Node:
-    node = graph.call_function(target, args)  # type: ignore[arg-type]
-    node.meta.update({key: like.meta.get(key) for key in ("source", "phase")}, val=val)
-    return node
 
 
 # ---- params that forward and backward both use
@@ -186,20 +124,30 @@ def _reduce_early(graph: fx.Graph) -> list[str]:
     place = {node: i for i, node in enumerate(graph.nodes)}
     details = []
     for start in [n for n in operations(graph) if n.target in _REDUCTIONS]:
-        chain = [start]
-        source = start.args[0]
-        while isinstance(source, fx.Node) and source.target in _CHEAP and len(source.users) == 1 and len(source.all_input_nodes) == 1:
-            chain.append(source)
-            source = source.args[0]
-        if not isinstance(source, fx.Node) or source.op != "call_function":
+        chain, sources = _preparation(start)
+        source = max(sources, key=place.__getitem__, default=None)
+        if source is None or source.op != "call_function":
             continue
         if place[start] - place[source] > len(chain):
             details.append(f"{start.name} starts behind {source.name}")
         at = source
-        for node in reversed(chain):
+        for node in sorted(chain, key=place.__getitem__):
             at.append(node)
             at = node
     return details
+
+
+def _preparation(start: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """A collective with the cheap operations that serve it alone, and what those read."""
+    chain, sources, stack = [start], [], list(start.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if node.target in _CHEAP and len(node.users) == 1:
+            chain.append(node)
+            stack.extend(node.all_input_nodes)
+        else:
+            sources.append(node)
+    return chain, sources
 
 
 def _wait_late(graph: fx.Graph) -> None:

@@ -202,8 +202,12 @@ class Layout:
         for rules in self.plan.rules:
             rules.check([*paths, *self.shapes])
         below = list(self._params)
+        subtrees = list(
+            {"/".join(parts[:depth]): None for parts in (path.split("/") for path in below) for depth in range(1, len(parts) + 1)}
+        )
         for one in self.plan.zeros:
-            tree.check_patterns([*([one.only] if one.only != "**" else []), *one.groups], below)
+            tree.check_patterns([one.only] if one.only != "**" else [], below)
+            tree.check_patterns(one.groups, subtrees)
         for path, shape in self.shapes.items():
             Sharding(self.plan.mesh, self.spec(path, shape)).check(shape, path)
 
@@ -255,6 +259,11 @@ class Layout:
                     if tree.matches(pattern, "/".join(parts[:depth])):
                         return "/".join(parts[:depth])
         return None
+
+    def bucket_bytes(self, path: str) -> int:
+        """Up to how many bytes a param is gathered and reduced together with its neighbours."""
+        preset = self._preset(self.state_path(path).partition("/")[2])
+        return preset.bucket_bytes if preset else 0
 
     def _stored(self, name: str, shape: Sequence[int], from_stage: int) -> P:
         base, preset = self._base(name), self._preset(name)

@@ -23,6 +23,7 @@ class Zero:
     min_size: int = MIN_SIZE  # elements
     groups: tuple[str, ...] = ()  # patterns of sub-trees that are gathered and reduced as one unit
     only: str = "**"  # which params, by their path below the params
+    bucket_bytes: int = 0  # neighbouring leaves outside of groups are sent together up to this size
 
     def covers(self, path: str) -> bool:
         """Whether this says how the param of this path (below the params) is split."""
@@ -52,11 +53,18 @@ class Zero:
             "min_size": self.min_size,
             "groups": list(self.groups),
             "only": self.only,
+            "bucket_bytes": self.bucket_bytes,
         }
 
 
 def zero(
-    stage: int, axis: str | Sequence[str] = "data", *, min_size: int = MIN_SIZE, groups: str | Sequence[str] = (), only: str = "**"
+    stage: int,
+    axis: str | Sequence[str] = "data",
+    *,
+    min_size: int = MIN_SIZE,
+    groups: str | Sequence[str] = (),
+    only: str = "**",
+    bucket_bytes: int = 0,
 ) -> Zero:
     """Split the training state over an axis: nothing (0), the optimizer state (1), the gradients too (2), and the params too (3).
 
@@ -64,12 +72,13 @@ def zero(
         stage: 0 to 3.
         axis: the mesh axis, or several, the outermost first.
         min_size: elements; smaller leaves stay whole.
-        groups: path patterns of sub-trees whose params are gathered and reduced as one unit; not available yet.
+        groups: path patterns of sub-trees whose params are gathered and reduced as one unit, such as `"blocks/*"`.
         only: which params this is for, by path below the params; the first `zero` of a plan that covers a param decides.
+        bucket_bytes: neighbouring leaves outside of `groups` are gathered and reduced together up to this size; 0: each on its own. The
+            size changes how many messages are sent, and no number.
 
     Raises:
-        ValueError: no such stage.
-        NotImplementedError: `groups` is given.
+        ValueError: no such stage, or a negative size.
 
     >>> zero(3).split(P(), (7, 8), Mesh(("data",), (2,), "abstract"))  # too small
     P()
@@ -79,6 +88,6 @@ def zero(
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise ValueError(f"ZeRO has the stages 0, 1, 2 and 3, not {stage!r}")
     names = (groups,) if isinstance(groups, str) else tuple(groups)
-    if names:
-        raise NotImplementedError("zero(groups=...) is not available yet: leave it out")
-    return Zero(stage, (axis,) if isinstance(axis, str) else tuple(axis), min_size, names, only)
+    if bucket_bytes < 0:
+        raise ValueError(f"bucket_bytes is a number of bytes, 0 or more, not {bucket_bytes}")
+    return Zero(stage, (axis,) if isinstance(axis, str) else tuple(axis), min_size, names, only, bucket_bytes)
