@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from functrain import tree
 from functrain.sharding.mesh import Mesh
@@ -120,6 +121,54 @@ class Array:
         """The global value as a numpy array."""
         return self.full().cpu().numpy()
 
+    # ---- to and from DTensor
+
+    def to_dtensor(self) -> DTensor:
+        """The same values as a DTensor, on the shards' own memory; on a real mesh all ranks call this together the first time.
+
+        A DTensor has no padding: its local tensor is the part of the shard without it.
+
+        Raises:
+            ValueError: the mesh is virtual or abstract, or several axes split a dimension that they do not divide, which DTensor cuts
+                elsewhere.
+
+        >>> from functrain.sharding.mesh import make_mesh
+        >>> array = place(torch.ones(4, 3), Sharding(make_mesh({"data": 1}), P("data")))
+        >>> array.to_dtensor().placements
+        (Shard(dim=0),)
+        """
+        device_mesh = self.mesh.device_mesh
+        _check_nested(self.sharding, self.shape)
+        box = self.sharding.shard_box(self.shape, self.mesh.coordinate(self.mesh.rank))
+        local = self.shards[0][tuple(slice(0, stop - start) for start, stop in box)]
+        strides = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(local, device_mesh, _placements(self.sharding), run_check=False, shape=self.shape, stride=strides)
+
+    @staticmethod
+    def from_dtensor(dtensor: DTensor, mesh: Mesh | None = None) -> "Array":
+        """A DTensor as an array, on its local tensor's memory; copied where a split dimension does not divide and must be padded.
+
+        Args:
+            dtensor: on a `DeviceMesh` of all ranks in order, with named dimensions.
+            mesh: the mesh to live on, of the same axes; None takes the process groups of the DTensor's.
+
+        Raises:
+            ValueError: it is a partial sum, its mesh is another one, or it is cut in a way that an array is not.
+
+        >>> from functrain.sharding.mesh import make_mesh
+        >>> array = place(torch.ones(4, 3), Sharding(make_mesh({"data": 1}), P("data")))
+        >>> Array.from_dtensor(array.to_dtensor())
+        Array([4, 3], float32, P('data', None) on data=1 (real))
+        """
+        found = Mesh.of_device_mesh(dtensor.device_mesh)
+        if mesh is not None and mesh != found:
+            raise ValueError(f"the DTensor lives on the mesh {found}, not on {mesh}")
+        sharding = Sharding(mesh or found, _spec(dtensor, found))
+        _check_nested(sharding, dtensor.shape)
+        local, want = dtensor.to_local().detach(), sharding.shard_shape(dtensor.shape)
+        shard = local.contiguous() if tuple(local.shape) == want else _padded(local, want)
+        return Array(ArrayLayout(dtensor.shape, dtensor.dtype, sharding), [shard])
+
     def item(self) -> Any:
         """The value of an array of one element."""
         return self.full().item()
@@ -196,9 +245,11 @@ def shard_of(value: torch.Tensor, sharding: Sharding, rank: int) -> torch.Tensor
     box = sharding.shard_box(value.shape, sharding.mesh.coordinate(rank))
     piece = value[tuple(slice(start, stop) for start, stop in box)]
     local = sharding.shard_shape(value.shape)
-    if tuple(piece.shape) == local:
-        return piece.clone(memory_format=torch.contiguous_format)
-    out = value.new_zeros(local)
+    return piece.clone(memory_format=torch.contiguous_format) if tuple(piece.shape) == local else _padded(piece, local)
+
+
+def _padded(piece: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    out = piece.new_zeros(shape)
     out[tuple(slice(0, size) for size in piece.shape)] = piece
     return out
 
@@ -266,3 +317,31 @@ def from_local(values: PyTree, mesh: Mesh, spec: P) -> PyTree:
         return Array(ArrayLayout(torch.Size(shape), shards[0].dtype, sharding), shards)
 
     return tree.map_with_path(join, *per_rank)
+
+
+# ---- DTensor's words for the same
+
+
+def _placements(sharding: Sharding) -> list[Placement]:
+    splits = {axis: dim for dim, axes in enumerate(sharding.spec) for axis in axes}
+    return [Shard(splits[axis]) if axis in splits else Replicate() for axis in sharding.mesh.axis_names]
+
+
+def _spec(dtensor: DTensor, mesh: Mesh) -> P:
+    entries: list[list[str]] = [[] for _ in dtensor.shape]
+    for axis, placement in zip(mesh.axis_names, dtensor.placements, strict=True):
+        if type(placement) is Shard:
+            entries[placement.dim].append(axis)
+        elif not isinstance(placement, Replicate):
+            raise ValueError(f"a DTensor that is {placement} along {axis!r} is no array: redistribute it to Shard or Replicate first")
+    return P(*map(tuple, entries))
+
+
+def _check_nested(sharding: Sharding, shape: Sequence[int]) -> None:
+    """Raise where DTensor, which cuts axis by axis, cuts elsewhere than an array, which cuts into equal parts at once."""
+    for dim, axes in enumerate(sharding.spec):
+        if sum(sharding.mesh.size(axis) > 1 for axis in axes) > 1 and shape[dim] % sharding.parts(dim):
+            raise ValueError(
+                f"dimension {dim} of {list(shape)} is split by {', '.join(axes)} into {sharding.parts(dim)} parts, which do not divide it: "
+                "an Array and a DTensor cut it at different places; move it to a spec that divides first"
+            )

@@ -2,6 +2,7 @@
 
 import atexit
 import datetime
+import functools
 import itertools
 import math
 import os
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from functrain.torch_internals import mesh_for_rules, register_one_thread_gloo
 
@@ -69,6 +70,41 @@ class Mesh:
     def rules(self) -> DeviceMesh:
         """A mesh for DTensor's rules: it has a shape and no back end."""
         return mesh_for_rules(self.axis_sizes, self.axis_names)
+
+    @functools.cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """The real mesh as a `DeviceMesh`, for DTensors; asked for the first time on all ranks together, as it may make process groups.
+
+        Raises:
+            ValueError: the mesh is not real.
+        """
+        if self.kind != "real":
+            raise ValueError(f"the mesh {self} has no DeviceMesh and no DTensors, which need a process for each rank")
+        if self.groups is None:
+            return self.rules()  # one rank, without process groups
+        return init_device_mesh(self.groups.device.type, self.axis_sizes, mesh_dim_names=self.axis_names)
+
+    @staticmethod
+    def of_device_mesh(found: DeviceMesh) -> "Mesh":
+        """The mesh that a `DeviceMesh` is, with its process groups.
+
+        Raises:
+            ValueError: it has no names of dimensions, or is not all ranks in order.
+        """
+        names, ranks = found.mesh_dim_names, found.mesh.flatten().tolist()
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if names is None or ranks != list(range(world)):
+            raise ValueError(
+                f"{found} must have names of dimensions and all {world} ranks in order to be a mesh of functrain's; make it with "
+                "init_device_mesh(..., mesh_dim_names=...)"
+            )
+        sizes = tuple(found.mesh.shape)
+        if not dist.is_initialized():
+            return Mesh(tuple(names), sizes, "real")
+        by_axis = {name: found.get_group(name) for name, size in zip(names, sizes, strict=True) if size > 1}
+        kind = found.device_type
+        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        return Mesh(tuple(names), sizes, "real", dist.get_rank(), Groups(by_axis, dist.group.WORLD, device))
 
     def __str__(self) -> str:
         axes = " x ".join(f"{name}={size}" for name, size in self.shape.items())

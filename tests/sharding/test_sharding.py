@@ -230,7 +230,5 @@ def test_state_bytes_fall_with_the_ranks() -> None:
 def test_what_is_not_there_yet_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="offload"):
         ft.Plan(virtual(data=2), offload={"opt_state/**": "nvme"})  # type: ignore[arg-type]
-    with pytest.raises(NotImplementedError, match="groups"):
-        ft.zero(3, groups="blocks/*")
     with pytest.raises(NotImplementedError, match="tier 'nvme'"):
         Sharding(virtual(data=2), P(), "nvme")
