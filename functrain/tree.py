@@ -223,7 +223,7 @@ def check_patterns(patterns: Iterable[str], known: list[str]) -> None:
     """Raise ValueError, with the nearest paths, for a pattern that matches none of the known paths."""
     for pattern in patterns:
         if not any(matches(pattern, path) for path in known):
-            near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.0)
+            near = difflib.get_close_matches(pattern, dict.fromkeys(known), n=3, cutoff=0.0)
             raise ValueError(f"pattern {pattern!r} matches no leaf; nearest paths: {', '.join(near) or '(the tree is empty)'}")
 
 

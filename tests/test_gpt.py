@@ -31,6 +31,13 @@ def make_params(config: gpt.Config, seed: int = 0) -> tree.PyTree:
     return params
 
 
+def by_kind(qkv: torch.Tensor, config: gpt.Config) -> list[torch.Tensor]:
+    """The weights of queries, keys and values, each [out, D], as torch stores them."""
+    group = config.heads // config.kv_heads
+    columns = qkv.T.unflatten(0, (config.kv_heads, group + 2, config.head_width))
+    return [part.flatten(0, 2) for part in columns.split((group, 1, 1), dim=1)]
+
+
 def as_llama(params: tree.PyTree, config: gpt.Config) -> LlamaForCausalLM:
     """The same model in Hugging Face's Llama."""
     llama = LlamaForCausalLM(
@@ -49,9 +56,8 @@ def as_llama(params: tree.PyTree, config: gpt.Config) -> LlamaForCausalLM:
     ).eval()
     weights = {"model.embed_tokens.weight": params["embed"], "model.norm.weight": params["norm"], "lm_head.weight": gpt.head(params)}
     names = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj", "out": "self_attn.o_proj"}
-    sizes = [config.heads * config.head_width, config.kv_heads * config.head_width, config.kv_heads * config.head_width]
     for i, block in enumerate(params["blocks"]):
-        q, k, v = block["qkv"].T.split(sizes)
+        q, k, v = by_kind(block["qkv"], config)
         own = {name: block[ours].T for ours, name in names.items()}
         own |= {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v}
         own |= {"input_layernorm": block["attention_norm"], "post_attention_layernorm": block["mlp_norm"]}
@@ -72,8 +78,8 @@ def test_logits_and_gradients_equal_llamas(config: gpt.Config) -> None:
     grads = ft.grad(lambda p: gpt.loss(p, {"tokens": TOKENS, "targets": targets}, config))(params)
     for i, block in enumerate(grads["blocks"]):
         layer = llama.model.layers[i]
-        qkv = torch.cat([layer.self_attn.q_proj.weight.grad, layer.self_attn.k_proj.weight.grad, layer.self_attn.v_proj.weight.grad])
-        assert_trees_close(block["qkv"], qkv.T, rtol=1e-5, atol=1e-5)
+        for found, projection in zip(by_kind(block["qkv"], config), "qkv", strict=True):
+            assert_trees_close(found, getattr(layer.self_attn, f"{projection}_proj").weight.grad, rtol=1e-5, atol=1e-5)
         assert_trees_close(block["down"], layer.mlp.down_proj.weight.grad.T, rtol=1e-5, atol=1e-5)
         assert_trees_close(block["mlp_norm"], layer.post_attention_layernorm.weight.grad, rtol=1e-5, atol=1e-5)
     assert_trees_close(grads["embed"], llama.model.embed_tokens.weight.grad, rtol=1e-5, atol=1e-5)

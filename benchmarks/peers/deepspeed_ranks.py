@@ -8,12 +8,11 @@ Expect:   one JSON line; its fields are those of `measure.py`.
 
 With bf16 params are bfloat16 beside float32 copies in the optimizer; gradients are reduced in `--reduce` (`communication_data_type`, in
 DeepSpeed's own choice bfloat16). DeepSpeed clips gradients at 1.0 unless told otherwise: here it is told. A run that is killed while it
-compiles leaves a `lock` file, on which every later one would wait for ever; `ranks.py` runs one at a time and removes it.
+compiles leaves a file `lock` under ~/.cache/torch_extensions (or TORCH_EXTENSIONS_DIR), on which every later one waits for ever: remove it.
 """
 
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -64,13 +63,6 @@ def main() -> None:
     reduce = "fp32" if options.dtype == "fp32" else options.reduce
     tell(run(step, options, torch_gather, start=start, name=f"deepspeed-{options.stage}", reduce=reduce), rank)
     dist.destroy_process_group()
-
-
-def remove_locks() -> None:
-    """Remove what a killed compilation left; for a time when no other DeepSpeed runs."""
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
-    for lock in folder.glob("**/lock"):
-        lock.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

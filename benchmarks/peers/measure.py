@@ -6,8 +6,7 @@
 - `peak_rss`: bytes, the most that a rank was ever resident with (`VmHWM`, which a parent's memory is no part of), the larger of the ranks.
 - `lo_bytes`: bytes that a rank sends in a step: what the loopback device (`lo` of /proc/net/dev) transmits from the end of the warm-up to
   the end of the last step, over the number of steps and ranks. The device carries what all ranks send, headers and acknowledgements
-  included. Any other program's traffic counts too, unless the contestant has a network of its own: `ranks.py` gives it one where it may
-  (`alone` says whether other interfaces were seen).
+  included, and any other program's traffic too.
 - `loss`: the last step's, the mean over ranks; `losses`: all of them.
 """
 
@@ -28,12 +27,6 @@ def lo_bytes() -> int:
         if name.strip() == "lo":
             return int(fields.split()[8])
     return 0
-
-
-def alone() -> bool:
-    """Whether loopback is the only device that has carried anything: a network of this contestant's own."""
-    devices = [line.partition(":") for line in _lines("/proc/self/net/dev")[2:]]
-    return bool(devices) and not any(int(fields.split()[0]) for name, _, fields in devices if name.strip() != "lo")
 
 
 def peak_rss() -> int:
@@ -98,7 +91,6 @@ def run(
         "cpu_s": statistics.fmean(rank["cpu"] for rank in ranks),
         "peak_rss": max(rank["rss"] for rank in ranks),
         "lo_bytes": sent / options.steps / RANKS,
-        "alone": alone(),
         "ready_s": ready,  # until the first step was done, imports not counted
         "loss": mean[-1],
         "losses": mean,

@@ -6,7 +6,6 @@ and data come from NumPy's generator, so all contestants start from the same num
 
 import argparse
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -67,8 +66,3 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     found.add_argument("--steps", type=int, default=10, help="steps that are measured")
     found.add_argument("--warmup", type=int, default=3, help="steps before those")
     return found
-
-
-def task_of(options: Any) -> Task:
-    """The task; one place to make it smaller for a try."""
-    return Task(layers=getattr(options, "layers", 6))

@@ -2,7 +2,8 @@
 
 The block is Llama's (Touvron et al. 2023, arXiv 2302.13971): pre-norm RMSNorm (arXiv 1910.07467), RoPE (2104.09864) in the layout that
 rotates halves, grouped-query attention (2305.13245), SwiGLU (2002.05202), no biases. Weights are stored [in, out] and applied as `x @ w`;
-embedding and head are [vocab, D].
+embedding and head are [vocab, D]. The columns of `qkv` go by key-value head: its query heads, its key, its value; so they can be split over
+ranks by head, as `TENSOR_PARALLEL` does.
 
 Shape suffixes: B batch, S sequence, D model width, H query heads, K key-value heads, E width of a head, F width of the MLP, V vocabulary.
 """
@@ -18,8 +19,10 @@ import torch
 import torch.nn.functional as F
 
 import functrain.random as random
+from functrain.compile.constraint import with_sharding_constraint
 from functrain.losses import linear_cross_entropy
 from functrain.remat import remat as rematerialized
+from functrain.sharding import P, Rules
 from functrain.tree import Mean, PyTree
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -84,6 +87,19 @@ def config(name: str, **changes: Any) -> Config:
         near = difflib.get_close_matches(name, SIZES, n=1)
         raise ValueError(f"unknown model {name!r}{f'; did you mean {near[0]!r}?' if near else ''} (there are {', '.join(SIZES)})")
     return dataclasses.replace(Config(**SIZES[name]), **changes)
+
+
+# Megatron's split of a block over an axis `model` that divides `kv_heads` and `d_ff` (Shoeybi et al. 2019, arXiv 1909.08053). The plan says
+# how rows are split where blocks begin and end: `Plan(mesh, TENSOR_PARALLEL, batch=P("data"), activations={"hidden": P("data")})`.
+TENSOR_PARALLEL = Rules(
+    {
+        "params/blocks/*/qkv": P(None, "model"),
+        "params/blocks/*/out": P("model"),
+        "params/blocks/*/gate": P(None, "model"),
+        "params/blocks/*/up": P(None, "model"),
+        "params/blocks/*/down": P("model"),
+    }
+)
 
 
 # ---- params
@@ -222,19 +238,22 @@ def apply_block(
     """
     keys = (None, None) if key is None else random.split(key, 2)
     y_BxSxD = rms_norm(x_BxSxD, block["attention_norm"], config.norm_eps)
-    x_BxSxD = x_BxSxD + _drop(_attention(block, y_BxSxD, config, turns, attend), config, keys[0])
-    y_BxSxD = rms_norm(x_BxSxD, block["mlp_norm"], config.norm_eps)
+    x_BxSxD = x_BxSxD + _drop(attention(block, y_BxSxD, config, turns, attend), config, keys[0])
+    y_BxSxD = with_sharding_constraint(rms_norm(x_BxSxD, block["mlp_norm"], config.norm_eps), "hidden")
     mlp_BxSxD = (F.silu(y_BxSxD @ block["gate"]) * (y_BxSxD @ block["up"])) @ block["down"]
-    return x_BxSxD + _drop(mlp_BxSxD, config, keys[1])
+    return x_BxSxD + _drop(with_sharding_constraint(mlp_BxSxD, "hidden"), config, keys[1])
 
 
-def _attention(block: PyTree, x_BxSxD: torch.Tensor, config: Config, turns: Turns, attend: Attend) -> torch.Tensor:
+def attention(block: PyTree, x_BxSxD: torch.Tensor, config: Config, turns: Turns, attend: Attend) -> torch.Tensor:
+    """What attention adds to the residual stream, from the normed stream; arguments as for `apply_block`."""
+    x_BxSxD = with_sharding_constraint(x_BxSxD, "hidden")
     batch, length, _ = x_BxSxD.shape
     heads, kv_heads, width = config.heads, config.kv_heads, config.head_width
-    qkv = (x_BxSxD @ block["qkv"]).reshape(batch, length, heads + 2 * kv_heads, width).transpose(1, 2)
-    q_BxHxSxE, k_BxKxSxE, v_BxKxSxE = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    group = heads // kv_heads
+    qkv = (x_BxSxD @ block["qkv"]).reshape(batch, length, kv_heads, group + 2, width).permute(0, 2, 3, 1, 4)  # [B, K, group + 2, S, E]
+    q_BxHxSxE, k_BxKxSxE, v_BxKxSxE = (part.flatten(1, 2) for part in qkv.split((group, 1, 1), dim=2))
     y_BxHxSxE = attend(rotate(q_BxHxSxE, turns), rotate(k_BxKxSxE, turns), v_BxKxSxE)
-    return y_BxHxSxE.transpose(1, 2).reshape(batch, length, heads * width) @ block["out"]
+    return with_sharding_constraint(y_BxHxSxE.transpose(1, 2).reshape(batch, length, heads * width) @ block["out"], "hidden")
 
 
 def causal_attention(q_BxHxSxE: torch.Tensor, k_BxKxSxE: torch.Tensor, v_BxKxSxE: torch.Tensor) -> torch.Tensor:

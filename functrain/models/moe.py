@@ -19,9 +19,11 @@ import torch
 import torch.nn.functional as F
 
 import functrain.random as random
+from functrain.compile.constraint import with_sharding_constraint
 from functrain.losses import linear_cross_entropy
 from functrain.models import gpt
 from functrain.remat import remat as rematerialized
+from functrain.sharding import P, Rules
 from functrain.tree import Mean, PyTree
 
 
@@ -52,6 +54,13 @@ class Config(gpt.Config):
         """
         slots = self.capacity_factor * length * self.top_k / self.experts
         return min(length, math.ceil(slots * (1 - 1e-12)))  # 1.1 * 10 is a little more than 11
+
+
+# Experts over an axis `expert` that divides their number. Rows of the batch are split over it too, and the plan says how
+# [experts, batch, ...] is split with the rows and where experts work, so that it is exchanged twice a block, forward and backward. With an
+# axis `data` beside it: `Plan(mesh, EXPERT_PARALLEL, batch=P(("data", "expert")), activations={"slots": P(None, ("data", "expert")),
+# "experts": P("expert", "data")})`.
+EXPERT_PARALLEL = Rules({"params/blocks/*/experts/*": P("expert")})
 
 
 # ---- params
@@ -192,16 +201,9 @@ def apply_block(
     """One block: attention, then the mixture, each added to the residual stream; arguments as for `gpt.apply_block`."""
     keys = (None, None) if key is None else random.split(key, 2)
     y_BxSxD = gpt.rms_norm(x_BxSxD, block["attention_norm"], config.norm_eps)
-    x_BxSxD = x_BxSxD + _drop(_attention(block, y_BxSxD, config, turns, attend), config, keys[0])
+    x_BxSxD = x_BxSxD + _drop(gpt.attention(block, y_BxSxD, config, turns, attend), config, keys[0])
     y_BxSxD, routing = mixture(block, gpt.rms_norm(x_BxSxD, block["mlp_norm"], config.norm_eps), config)
     return x_BxSxD + _drop(y_BxSxD, config, keys[1]), routing
-
-
-def _attention(block: PyTree, x_BxSxD: torch.Tensor, config: Config, turns: gpt.Turns, attend: gpt.Attend) -> torch.Tensor:
-    heads, kv_heads = config.heads, config.kv_heads
-    qkv = (x_BxSxD @ block["qkv"]).unflatten(-1, (heads + 2 * kv_heads, config.head_width)).transpose(1, 2)
-    q_BxHxSxE, k_BxKxSxE, v_BxKxSxE = qkv.split((heads, kv_heads, kv_heads), dim=1)
-    return attend(gpt.rotate(q_BxHxSxE, turns), gpt.rotate(k_BxKxSxE, turns), v_BxKxSxE).transpose(1, 2).flatten(2) @ block["out"]
 
 
 def _drop(x: torch.Tensor, config: Config, key: torch.Tensor | None) -> torch.Tensor:
@@ -248,8 +250,10 @@ def mixture(params: PyTree, x: torch.Tensor, config: Config) -> tuple[torch.Tens
     chosen, slot = chosen_BxSxRxN.to(x.dtype), (places_BxSxR[..., None] == slots_C).to(x.dtype)  # no slot at all where they ran out
     dispatch_BxSxNxC = torch.einsum("bsrn,bsrc->bsnc", chosen, slot)
     combine_BxSxNxC = torch.einsum("bsrn,bsrc->bsnc", gates_BxSxR.to(x.dtype)[..., None] * chosen, slot)
-    given_NxBxCxD = torch.einsum("bsnc,bsd->nbcd", dispatch_BxSxNxC, x)
-    result_BxSxD = torch.einsum("bsnc,nbcd->bsd", combine_BxSxNxC, _run_experts(params["experts"], given_NxBxCxD))
+    given_NxBxCxD = with_sharding_constraint(torch.einsum("bsnc,bsd->nbcd", dispatch_BxSxNxC, x), "slots")
+    made_NxBxCxD = _run_experts(params["experts"], with_sharding_constraint(given_NxBxCxD, "experts"))
+    made_NxBxCxD = with_sharding_constraint(with_sharding_constraint(made_NxBxCxD, "experts"), "slots")
+    result_BxSxD = torch.einsum("bsnc,nbcd->bsd", combine_BxSxNxC, made_NxBxCxD)
     return result_BxSxD, Routing(balance_B, z_B, dropped_B, load_BxN)
 
 

@@ -30,9 +30,14 @@ class Zero:
         return tree.matches(self.only, path)
 
     def split(self, base: P, shape: Sequence[int], mesh: Mesh) -> P:
-        """A leaf's spec with the axes added to a dimension that `base` leaves whole: one that divides, else the largest, padded."""
+        """A leaf's spec with the axes that `base` does not use added to a dimension that it leaves whole.
+
+        The dimension is the first that divides, else the largest, padded. Experts that a rule splits over an axis stay as they are there.
+        """
+        used = {axis for entry in base.entries for axis in entry}
+        axes = [axis for axis in self.axes if axis not in used]
         parts = 1
-        for axis in self.axes:
+        for axis in axes:
             parts *= mesh.size(axis)
         size = 1
         for n in shape:
@@ -41,7 +46,7 @@ class Zero:
         if parts == 1 or not free or size == 0 or size < self.min_size:
             return base
         dim = next((d for d in free if shape[d] % parts == 0), max(free, key=lambda d: shape[d]))
-        for axis in self.axes:
+        for axis in axes:
             base = base.adding(axis, dim)
         return base
 

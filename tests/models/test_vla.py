@@ -12,6 +12,7 @@ import functrain as ft
 from functrain import tree
 from functrain.models import vla
 from tests.helpers import assert_same_structure, assert_trees_close, assert_trees_equal
+from tests.test_gpt import by_kind
 
 SMALL = vla.Config(
     image=8,
@@ -148,15 +149,15 @@ def plain_names(params: tree.PyTree, c: vla.Config = SMALL) -> dict[str, torch.T
     found |= {f"{name}.weight": params[name].T for name in ("state", "action", "action_bins")} | {"embed.weight": params["trunk"]["embed"]}
     connector = params["connector"]
     found |= {"connector.0.weight": connector["norm"], "connector.1.weight": connector["up"].T, "connector.3.weight": connector["down"].T}
-    towers = [("trunk", params["trunk"]["blocks"], c.d_model, c.kv_heads * c.d_model // c.heads)]
+    towers = [("trunk", params["trunk"]["blocks"], c.trunk)]
     vision = params["vision"]
     if vision["patch"] is not None:
-        towers.append(("vision", vision["blocks"], c.vision_width, c.vision_width))
+        towers.append(("vision", vision["blocks"], c.tower))
         found |= {"patch.weight": vision["patch"].T.unflatten(1, (3, c.patch, c.patch)), "position": vision["position"]}
         found |= {"vision_norm.weight": vision["norm"]}
-    for name, blocks, width, kv_width in towers:
+    for name, blocks, config in towers:
         for i, block in enumerate(blocks):
-            q, k, v = block["qkv"].T.split((width, kv_width, kv_width))
+            q, k, v = by_kind(block["qkv"], config)
             own = {"q": q, "k": k, "v": v} | {part: block[part].T for part in ("out", "gate", "up", "down")}
             own |= {part: block[part] for part in ("attention_norm", "mlp_norm")}
             found |= {f"{name}.{i}.{part}.weight": leaf for part, leaf in own.items()}
@@ -176,14 +177,14 @@ def test_answers_losses_and_gradients_equal_a_plain_modules(changes: dict[str, A
     module = as_plain(params, config)
     answer, (values, logits) = vla.apply(params, batch, config), module(batch)
     assert values.std() > 0.3  # or the comparison would say little
-    assert_trees_close(answer, vla.Actions(values, logits), rtol=1e-5, atol=1e-5)
+    assert_trees_close(answer, vla.Actions(values, logits), rtol=2e-5, atol=1e-5)
     module.loss(batch).backward()
     (loss, _), grads = value_and_grad(params, batch, config)
     assert_trees_close(loss, module.loss(batch), rtol=1e-5)
     trained = {name: x.grad for name, x in module.named_parameters() if not name.startswith(("vision", "patch", "position"))}
-    assert_trees_close(plain_names(grads, config), trained, rtol=1e-5, atol=2e-6)
+    assert_trees_close(plain_names(grads, config), trained, rtol=2e-5, atol=1e-5)
     whole = ft.grad(lambda p: vla.loss(p, batch, config)[0])(params)  # the tower too, where it is not frozen
-    assert_trees_close(plain_names(whole, config), {name: x.grad for name, x in module.named_parameters()}, rtol=1e-5, atol=2e-6)
+    assert_trees_close(plain_names(whole, config), {name: x.grad for name, x in module.named_parameters()}, rtol=2e-5, atol=1e-5)
 
 
 # ---- the frozen tower, and the shared connector
