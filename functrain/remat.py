@@ -11,7 +11,14 @@ from torch.utils.checkpoint import checkpoint
 
 from functrain.differentiate import split_tensors
 from functrain.random.scoping import ScopeState, checkpoint_contexts, resume, scope_state
-from functrain.torch_internals import TorchDispatchMode, active_modes, alias_that_sees_writes, makes_one_new_tensor, transform_is_active
+from functrain.torch_internals import (
+    TorchDispatchMode,
+    active_modes,
+    alias_that_sees_writes,
+    annotate,
+    makes_one_new_tensor,
+    transform_is_active,
+)
 
 Policy = Callable[..., bool]
 
@@ -98,7 +105,7 @@ class _Repeatable:
             return self._run(tensors)
 
     def _again(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        with resume(self.scope), nullcontext() if self.kept is None else _Replay(self.kept):
+        with annotate({"again": True}), resume(self.scope), nullcontext() if self.kept is None else _Replay(self.kept):
             return self._run(tensors)
 
     def _run(self, tensors: tuple[torch.Tensor, ...]) -> Any:

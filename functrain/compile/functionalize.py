@@ -52,7 +52,7 @@ def _replay(graph: fx.GraphModule, values: tuple[torch.Tensor, ...], recorder: R
 
 
 def _tags(node: fx.Node) -> dict[str, Any]:
-    return {key: node.meta.get(key) for key in ("phase", "source")}
+    return {key: node.meta.get(key) for key in ("phase", "source", "sequence")}
 
 
 def _check(graph: fx.Graph) -> None:

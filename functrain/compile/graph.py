@@ -10,6 +10,8 @@ import torch.fx as fx
 
 from functrain.torch_internals import OpOverload
 
+TAGS = ("source", "phase", "block", "param")  # what a node says about where it comes from; what replaces it says the same
+
 
 def schema_of(node: fx.Node) -> Any:
     """The operator's schema, or None for what is no operator (getitem)."""

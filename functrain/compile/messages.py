@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 
 from functrain.compile.collectives import ops
+from functrain.compile.graph import TAGS
 
 aten = torch.ops.aten
 SMALL = 2**14  # bytes; a message of that size costs more than its bytes do
@@ -196,5 +197,5 @@ def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node) ->
     """An operation that stands where another one does; its value is computed on fake tensors."""
     node = graph.call_function(target, args)
     values = fx.map_arg(args, lambda n: n.meta["val"])
-    node.meta.update({key: like.meta.get(key) for key in ("source", "phase", "block")}, val=target(*values))
+    node.meta.update({key: like.meta.get(key) for key in TAGS}, val=target(*values))
     return node

@@ -20,6 +20,7 @@ from functrain.compile.constraint import constraint_spec
 from functrain.compile.emitter import Emitter, Redistribution
 from functrain.compile.errors import PartitionError
 from functrain.compile.graph import drop_dead_code, is_mutable, placeholders
+from functrain.compile.owners import owners
 from functrain.compile.padding import all_values, map_values, settle, store, unpad
 from functrain.compile.sharding_rules import Row, as_placement, choose, pointwise_rows, rows_for
 from functrain.compile.shards import check_closures, shard_operation
@@ -127,13 +128,15 @@ class _Walk:
         self.emitter = Emitter(self.mesh, device)
         self.rules, self.rules_mesh = ShardingRules(), self.mesh.rules()
         self.env: dict[fx.Node, Any] = {}
+        leaves = {n: layout.owner(path) for n, path in zip(placeholders(captured.graph), self.in_paths, strict=True)}
+        self.owners = owners(captured.graph, {n: leaf for n, leaf in leaves.items() if leaf is not None})
         self.replicated: list[Replicated] = []
         self.out_specs: list[P] = []
 
     def run(self, in_specs: Sequence[P], out_specs: Sequence[P | None]) -> fx.GraphModule:
         given = iter(in_specs)
         for node in self.captured.graph.nodes:
-            self.emitter.tags = {key: node.meta.get(key) for key in ("source", "phase", "block")}
+            self.emitter.tags = self._tags(node)
             self.emitter.reason, self.emitter.planned = str(node.target), False
             if node.op == "placeholder":
                 self.env[node] = self._input(node, next(given))
@@ -154,6 +157,11 @@ class _Walk:
         attributes = {str(n.target): getattr(self.captured, str(n.target)) for n in self.emitter.graph.nodes if n.op == "get_attr"}
         return fx.GraphModule(attributes, self.emitter.graph)
 
+    def _tags(self, node: fx.Node) -> dict[str, Any]:
+        """What every operation made for a captured node says about itself: where it comes from, and what it belongs to."""
+        owner = self.owners[node]
+        return {"source": node.meta.get("source"), "phase": node.meta.get("phase"), "block": owner.block, "param": owner.leaf}
+
     # ---- the ends of the graph
 
     def _input(self, node: fx.Node, spec: P) -> Value:
@@ -166,7 +174,7 @@ class _Walk:
             local[dim] = stored[dim] // n
         new = self.emitter.graph.placeholder(node.name)
         with self.emitter.fake_mode:
-            new.meta.update(node.meta, val=torch.empty(local, dtype=full.dtype, device=full.device))
+            new.meta.update(node.meta, **self._tags(node), val=torch.empty(local, dtype=full.dtype, device=full.device))
         return Value(new, placements, tuple(stored), padding)
 
     def _constant(self, node: fx.Node) -> Value:
@@ -177,7 +185,7 @@ class _Walk:
     def _outputs(self, node: fx.Node, specs: Sequence[P | None]) -> None:
         found = []
         for item, spec, path in zip(node.args[0], specs, self.out_paths, strict=True):
-            self.emitter.tags = {key: item.meta.get(key) for key in ("source", "phase", "block")}
+            self.emitter.tags = self._tags(item)
             if self.layout.role(path) == "params":
                 self._tag_unit(path)
             self.emitter.reason, self.emitter.planned = "a result of the step", True

@@ -145,7 +145,7 @@ class Recorder(TorchDispatchMode):
             for i, item in enumerate(result):
                 if isinstance(item, torch.Tensor):
                     part = self.graph.call_function(operator.getitem, (node, i))
-                    part.meta.update({key: node.meta[key] for key in ("source", "phase")}, val=item)
+                    part.meta.update({key: node.meta[key] for key in ("source", "phase", "sequence") if key in node.meta}, val=item)
                     self._bind(item, part)
 
     def _argument(self, x: Any) -> Any:
@@ -207,16 +207,17 @@ class Recorder(TorchDispatchMode):
     # ---- tags and checks
 
     def _tags(self) -> dict[str, Any]:
-        """Phase and line of the operation being recorded."""
+        """Phase and line of the operation being recorded, and the number that a backward operation shares with its forward one."""
         if self.origin is not None:
             return dict(self.origin)
-        phase = current_annotation().get("phase", "update")
-        backward = current_autograd_sequence_number()
+        annotation = current_annotation()
+        phase = annotation.get("phase", "update")
+        backward = None if annotation.get("again") else current_autograd_sequence_number()  # remat runs its function inside a backward
         if backward is not None and backward in self._lines:
-            return {"phase": phase, "source": self._lines[backward]}
-        source = current_source(skip=2)
-        self._lines.setdefault(next_autograd_sequence_number() - 1, source)
-        return {"phase": phase, "source": source}
+            return {"phase": phase, "source": self._lines[backward], "sequence": backward}
+        source, sequence = current_source(skip=2), next_autograd_sequence_number() - 1
+        self._lines.setdefault(sequence, source)
+        return {"phase": phase, "source": source, "sequence": sequence}
 
     def _where(self) -> str:
         return str(self._tags().get("source") or "in the captured function")

@@ -13,7 +13,7 @@ _SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", to
 
 
 def as_text(graph: fx.GraphModule, in_paths: Sequence[str]) -> str:
-    """One line an operation: ``name: dtype[shape] = operator(arguments)  # phase, file:line in function``."""
+    """One line an operation: ``name: dtype[shape] = operator(arguments)  # phase, leaf or block, file:line in function``."""
     lines = []
     inputs = iter(in_paths)
     for node in graph.graph.nodes:
@@ -33,8 +33,8 @@ def _operation(node: fx.Node) -> str:
     else:
         arguments = [str(x) for x in node.args] + [f"{key}={value}" for key, value in node.kwargs.items()]
         body = f"{node.target}({', '.join(arguments)})"
-    source = node.meta.get("source")
-    return f"{node.name}: {_type(node)} = {body}  # {node.meta.get('phase')}" + (f", {source}" if source else "")
+    said = (node.meta.get("phase"), node.meta.get("param") or node.meta.get("block"), node.meta.get("source"))
+    return f"{node.name}: {_type(node)} = {body}  # {', '.join(str(x) for x in said if x is not None)}"
 
 
 def _type(node: fx.Node) -> str:

@@ -241,6 +241,11 @@ class Layout:
         preset = self._preset(owner)  # a statistic of another shape, such as a factored moment: split on its own
         return preset.split(P(), shape, self.plan.mesh) if preset and preset.stage >= 1 else P()
 
+    def owner(self, path: str) -> str | None:
+        """The param (its path below the params) that a leaf is, or is optimizer state of."""
+        path = self.state_path(path)
+        return path.partition("/")[2] if self.role(path) == "params" else self._owner(path) if self.role(path) == "opt_state" else None
+
     def used(self, path: str) -> P:
         """How a param is split while the step computes with it."""
         return self._base(self.state_path(path).partition("/")[2])

@@ -10,6 +10,7 @@ import torch
 import torch.fx as fx
 
 import functrain.kernels.adamw  # noqa: F401 - registers the operators
+from functrain.compile.graph import TAGS
 from functrain.compile.passes.base import Pass
 from functrain.compile.passes.storage import Writable
 
@@ -35,7 +36,7 @@ def _rewrite(graph: fx.GraphModule, donated: Set[int]) -> list[str]:
 def _in_place(node: fx.Node, leaves: tuple[fx.Node, ...], grad: fx.Node, coefficients: fx.Node, writable: Writable) -> None:
     with node.graph.inserting_before(node):
         write = node.graph.call_function(ops.adamw_apply_.default, (*leaves, grad, coefficients))
-        write.meta.update({key: node.meta.get(key) for key in ("source", "phase")}, val=None)
+        write.meta.update({key: node.meta.get(key) for key in TAGS}, val=None)
     for item in [user for user in node.users if user.target is operator.getitem]:
         leaf = leaves[item.args[1]]
         if item in writable.returned:

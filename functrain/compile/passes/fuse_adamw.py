@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 
 import functrain.kernels.adamw  # noqa: F401 - registers the operators
+from functrain.compile.graph import TAGS
 from functrain.compile.passes.base import Pass
 
 aten, ops = torch.ops.aten, torch.ops.functrain
@@ -103,7 +104,7 @@ def _fold_addition(node: fx.Node) -> list[str]:
 def _emit(graph: fx.Graph, like: fx.Node, target: object, args: tuple[object, ...], val: object) -> fx.Node:
     """A new node at the insertion point with another's line and phase."""
     node = graph.call_function(target, args)  # type: ignore[arg-type]
-    node.meta.update({key: like.meta.get(key) for key in ("source", "phase")}, val=val)
+    node.meta.update({key: like.meta.get(key) for key in TAGS}, val=val)
     return node
 
 
