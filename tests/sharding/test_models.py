@@ -8,9 +8,11 @@ import torch
 
 import functrain as ft
 from functrain import P, tree
+from functrain.launch import launch
 from functrain.models import gpt, moe, vla
 from functrain.module import from_module
 from tests import reference_models as reference
+from tests.helpers import assert_trees_close
 from tests.sharding.compare import STAGES, assert_same, assert_trees_equal, first_state, plan_of, whole
 
 each_stage = pytest.mark.parametrize("stage", STAGES)
@@ -113,10 +115,10 @@ MOE_PLANS: dict[str, tuple[dict[str, int], bool]] = {
 }
 
 
-def moe_plan(name: str, stage: int, exchange: bool = True) -> ft.Plan:
+def moe_plan(name: str, stage: int, exchange: bool = True, simulate: bool = True) -> ft.Plan:
     """Experts as ZeRO splits them, or over an axis of their own; `exchange` says where tokens go, else the partitioner decides."""
     axes, split = MOE_PLANS[name]
-    mesh, every = ft.make_mesh(axes, simulate=True), tuple(axes)
+    mesh, every = ft.make_mesh(axes, simulate=simulate), tuple(axes)
     zero, batch = ft.zero(stage, every, min_size=0), P(every)
     if not split:
         return ft.Plan(mesh, zero, batch=batch)
@@ -153,6 +155,31 @@ def test_experts_cost_four_exchanges_a_block_and_nothing_else(name: str, stage: 
     assert lowered.partition.counts()["all_to_all[expert]"] == 4 * MOE.layers
     assert not lowered.partition.unplanned_large
     assert not lowered.partition.replicated
+
+
+def moe_on_a_rank(names: list[str], steps: int) -> list[Any]:
+    torch.set_num_threads(1)
+    tx, results = ft.optim.adam(3e-3, eps=1e-3), []
+    for name in names:
+        plan = moe_plan(name, 3, simulate=False)
+        state = ft.device_put(first_state(tx, moe_params(MOE)), plan)
+        step = ft.jit(moe_step(tx, MOE, 2), plan=plan, donate="state")
+        for i in range(steps):
+            state, metrics = step(state, moe_batch(i))
+        results.append(tree.map(lambda x: x.full(), (state, metrics)))
+    return results
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_on_two_processes() -> None:
+    tx, names = ft.optim.adam(3e-3, eps=1e-3), [name for name, (axes, _) in MOE_PLANS.items() if list(axes.values()) == [2]]
+    state, step = first_state(tx, moe_params(MOE)), moe_step(tx, MOE, 2)
+    for i in range(10):
+        state, metrics = step(state, moe_batch(i))
+    for rank, results in enumerate(launch(moe_on_a_rank, names, 10, nproc=2, stdout="quiet", timeout=200)):
+        assert len(results) == 2
+        for found in results:
+            assert_trees_close(found, (state, metrics), rank=rank)
 
 
 # ---- the reference GPT

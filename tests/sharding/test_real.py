@@ -38,7 +38,7 @@ def several(runs: list[tuple[Any, ...]]) -> list[Any]:
 
 
 def test_two_processes_give_the_numbers_of_one_device() -> None:
-    runs = [({"data": 2}, stage, accumulate, "adam") for stage in range(4) for accumulate in (1, 2)] + [({"data": 2}, 3, 4, "sgd")]
+    runs = [({"data": 2}, stage, accumulate, optimizer) for stage in range(4) for accumulate in (1, 2, 4) for optimizer in model.OPTIMIZERS]
     for rank, results in enumerate(launch(several, runs, nproc=2, stdout="quiet", timeout=300)):
         for run, (state, metrics) in zip(runs, results, strict=True):
             _, expected, wanted = one_device(run[3])
