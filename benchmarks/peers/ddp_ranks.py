@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt import adamw, model, torch_adamw
-from measure import run, tell, torch_gather
+from measure import run, tell_and_leave, torch_gather
 from task import Task, batch, parser, rows
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -43,8 +43,7 @@ def main() -> None:
         return float(loss.detach())
 
     name = ("ddp-zero1" if options.zero1 else "ddp") + ("-compiled" if options.compile else "")
-    tell(run(step, options, torch_gather, start=start, name=name, reduce="fp32"), rank)
-    dist.destroy_process_group()
+    tell_and_leave(run(step, options, torch_gather, start=start, name=name, reduce="fp32"), rank)
 
 
 if __name__ == "__main__":

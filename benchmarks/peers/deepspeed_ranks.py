@@ -21,7 +21,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from gpt import model
-from measure import run, tell, torch_gather
+from measure import run, tell_and_leave, torch_gather
 from task import ADAMW, RANKS, Task, batch, parser, rows
 
 
@@ -61,9 +61,7 @@ def main() -> None:
         return float(loss.detach())
 
     reduce = "fp32" if options.dtype == "fp32" else options.reduce
-    tell(run(step, options, torch_gather, start=start, name=f"deepspeed-{options.stage}", reduce=reduce), rank)
-    dist.barrier()
-    os._exit(0)  # its threads now and then abort the process while Python ends (exit status -6); all is measured by now
+    tell_and_leave(run(step, options, torch_gather, start=start, name=f"deepspeed-{options.stage}", reduce=reduce), rank)
 
 
 if __name__ == "__main__":

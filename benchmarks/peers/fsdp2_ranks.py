@@ -12,7 +12,7 @@ import time
 import torch
 import torch.distributed as dist
 from gpt import adamw, model
-from measure import run, tell, torch_gather
+from measure import run, tell_and_leave, torch_gather
 from task import Task, batch, parser, rows
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -45,8 +45,7 @@ def main() -> None:
         return float(loss.detach())
 
     name = f"fsdp2-{options.stage}" + ("-compiled" if options.compile else "")
-    tell(run(step, options, torch_gather, start=start, name=name, reduce="fp32"), rank)
-    dist.destroy_process_group()
+    tell_and_leave(run(step, options, torch_gather, start=start, name=name, reduce="fp32"), rank)
 
 
 if __name__ == "__main__":
