@@ -10,6 +10,7 @@ import torch.fx as fx
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from functrain.compile.collectives import ops, shard_start
+from functrain.compile.text import readable_bytes
 from functrain.compile.values import Placements, Value, splitting_axes, written
 from functrain.sharding import Mesh
 from functrain.torch_internals import FakeTensorMode, OpOverload
@@ -45,7 +46,7 @@ class Redistribution:
     count_bytes: int  # bytes that a rank must send, at least
 
     def __str__(self) -> str:
-        return f"{self.operation}[{self.axis}] {self.nbytes / 2**20:.3f} MiB for {self.reason} [{self.source}]"
+        return f"{self.operation}[{self.axis}] {readable_bytes(self.nbytes)} for {self.reason} [{self.source}]"
 
 
 def bytes_sent(operation: str, nbytes: int, n: int) -> int:

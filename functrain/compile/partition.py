@@ -24,6 +24,7 @@ from functrain.compile.owners import owners
 from functrain.compile.padding import all_values, map_values, settle, store, unpad
 from functrain.compile.sharding_rules import Row, as_placement, choose, pointwise_rows, rows_for
 from functrain.compile.shards import check_closures, shard_operation
+from functrain.compile.text import readable_bytes
 from functrain.compile.values import Placements, Value, parts, placements_of, spec_of
 from functrain.sharding import Layout, Mesh, P, Plan
 from functrain.torch_internals import ShardingRules
@@ -42,7 +43,7 @@ class Replicated:
     phase: str
 
     def __str__(self) -> str:
-        return f"{self.operation} ({self.nbytes / 2**20:.3f} MiB) is computed whole on every rank: {self.why} [{self.source}]"
+        return f"{self.operation} ({readable_bytes(self.nbytes)}) is computed whole on every rank: {self.why} [{self.source}]"
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ class PartitionReport:
 
     def __str__(self) -> str:
         lines = [f"collectives: {', '.join(f'{n} {name}' for name, n in sorted(self.counts().items())) or 'none'}"]
-        lines += [f"not asked for by the plan: {move}" for move in self.unplanned]
-        lines += [str(one) for one in self.replicated]
+        found = Counter([*(f"not asked for by the plan: {move}" for move in self.unplanned), *map(str, self.replicated)])
+        lines += [f"{line}, {times} times" if times > 1 else line for line, times in found.items()]
         return "\n".join(lines)
 
 

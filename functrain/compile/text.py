@@ -47,3 +47,12 @@ def _shape(value: Any) -> str:
         return "none" if value is None else type(value).__name__
     dtype = _SHORT.get(value.dtype, str(value.dtype).removeprefix("torch."))
     return f"{dtype}[{', '.join(str(s) for s in value.shape)}]"
+
+
+def readable_bytes(n: int) -> str:
+    """A number of bytes in the unit that a person would choose.
+
+    >>> readable_bytes(4), readable_bytes(3 * 2**10), readable_bytes(5 * 2**19)
+    ('4 B', '3.0 KiB', '2.5 MiB')
+    """
+    return f"{n} B" if n < 2**10 else f"{n / 2**10:.1f} KiB" if n < 2**20 else f"{n / 2**20:.1f} MiB"
