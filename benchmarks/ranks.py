@@ -43,6 +43,9 @@ class Contestant:
 def contestants(stage: int) -> list[Contestant]:
     """Functrain at a stage, then who does the same."""
     ours = Contestant(f"functrain {stage}", "functrain_ranks.py", ("--stage", str(stage), "--report"))
+    compiled = Contestant(
+        f"functrain {stage}, Inductor", "functrain_ranks.py", ("--stage", str(stage), "--report", "--backend", "inductor")
+    )
     deepspeed = Contestant(f"DeepSpeed {stage}", "deepspeed_ranks.py", ("--stage", str(stage)))
     rivals = {
         0: [
@@ -59,7 +62,7 @@ def contestants(stage: int) -> list[Contestant]:
             Contestant("JAX sharded", "jax_devices.py", ("--stage", "3"), ranks=1),
         ],
     }
-    return [ours, *rivals[stage]]
+    return [ours, *([compiled] if stage in (0, 3) else []), *rivals[stage]]  # where a rival is compiled, so is one of ours
 
 
 def main() -> None:
@@ -80,14 +83,20 @@ def compare(field: list[Contestant], dtype: str, runs: int, steps: int) -> None:
     for run in range(runs):
         for one in field if run % 2 == 0 else reversed(field):
             found[one.name].append(measured(one, dtype, steps))
-    print(f"\n{dtype}, {runs} runs" + "".join(f"{title:>12}{'ratio':>8}" for title, _ in COLUMNS.values()) + f"{'loss':>10}")
-    ours = found[field[0].name]
+    for base in (one.name for one in field if one.name.startswith("functrain")):
+        show(found, base, f"{dtype}, {runs} runs, ratios of {base}")
+
+
+def show(found: dict[str, list[dict[str, Any]]], base: str, title: str) -> None:
+    """One table; ratios are those of the contestant `base` to each."""
+    print(f"\n{title:46}" + "".join(f"{name:>12}{'ratio':>8}" for name, _ in COLUMNS.values()) + f"{'loss':>10}")
+    ours = found[base]
     for name, rows in found.items():
         cells = []
         for key, (_, scale) in COLUMNS.items():
             ratios = [a[key] / b[key] for a, b in zip(ours, rows, strict=True) if b[key]]
             cells.append(f"{scale * statistics.median(row[key] for row in rows):12.1f}{statistics.median(ratios or [float('nan')]):8.3f}")
-        print(f"{name:30}" + "".join(cells) + f"{statistics.median(row['loss'] for row in rows):10.5f}", flush=True)
+        print(f"{name:46}" + "".join(cells) + f"{statistics.median(row['loss'] for row in rows):10.5f}", flush=True)
 
 
 def measured(one: Contestant, dtype: str, steps: int) -> dict[str, Any]:
