@@ -3,8 +3,9 @@
 Command:  python benchmarks/ranks.py [--runs 5] [--dtype fp32|bf16] [--stage 0|1|2|3] [--steps 6]
 Takes:    about 50 minutes for everything on 2 cores; the first run of DeepSpeed compiles its optimizer for one more.
 Needs:    the `bench` extra: `pip install --constraint constraints.txt -e '.[bench]'`.
-Expect:   one table a dtype and stage. Ratios are functrain's value over the peer's, the median over the runs of neighbours in time: below 1
-          is better. The column "loss" must not differ; "wire" of functrain is within 5 % of what its graph says, else the run stops.
+Expect:   a table for each dtype, stage and back end of functrain. Ratios are functrain's value over the peer's, the median over the runs
+          of neighbours in time: below 1 is better. The column "loss" must not differ; "wire" of functrain is within 5 % of what its
+          graph says, else the run stops.
 
 GPT, 6 layers, width 384, 6 heads, sequence 256, vocabulary 8192, 4 sequences a rank, AdamW; 2 gloo ranks of one thread, JAX on 2 devices
 of one process. Gradients are reduced in float32 by all but JAX, whose compiler chooses. Each measurement is a process group of its own;

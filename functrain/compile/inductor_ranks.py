@@ -1,8 +1,9 @@
 """Real ranks under Inductor: only the messages themselves are opaque, what prepares them and puts results together is compiled.
 
-Each start becomes `functrain::send(x, program, number, shape)`, whose result is memory that messages arrive in, and each wait
-`functrain::receive_(memory, held, program, number)`, which says that it writes there: so Inductor neither reads the memory before nor frees
-or overwrites what is still being sent. A reduction arrives as one piece of each rank, and the sum, in rank order, is a part of the graph.
+Each start becomes `functrain::send`, whose result is memory that messages arrive in, and each wait `functrain::receive_`, which says that
+it writes there: so Inductor neither reads the memory before nor frees or overwrites what is still being sent. Both say that they write a
+tensor `order` too, so that they stay in the order of the schedule, the same on all ranks, whose graphs differ in numbers. A reduction
+arrives as one piece of each rank, and the sum, in rank order, is a part of the graph.
 """
 
 import itertools
@@ -45,25 +46,25 @@ class Messages:
 _PROGRAMS: "weakref.WeakValueDictionary[int, Messages]" = weakref.WeakValueDictionary()
 
 
-def _send(x: torch.Tensor, program: int, number: int, shape: Sequence[int]) -> torch.Tensor:
+def _send(x: torch.Tensor, order: torch.Tensor, program: int, number: int, shape: Sequence[int]) -> torch.Tensor:
     messages, memory = _PROGRAMS[program], x.new_empty(shape)
     x = x.contiguous()
     messages.under_way[number] = messages.sends[number](x, memory), x
     return memory
 
 
-def _receive(memory: torch.Tensor, held: Sequence[torch.Tensor], program: int, number: int) -> None:
+def _receive(memory: torch.Tensor, order: torch.Tensor, held: Sequence[torch.Tensor], program: int, number: int) -> None:
     work, _ = _PROGRAMS[program].under_way.pop(number)
     work.wait()
 
 
 def _register() -> None:
-    _OPERATORS.define("send(Tensor x, int program, int number, int[] shape) -> Tensor")
-    _OPERATORS.define("receive_(Tensor(a!) memory, Tensor[] held, int program, int number) -> ()")
+    _OPERATORS.define("send(Tensor x, Tensor(a!) order, int program, int number, int[] shape) -> Tensor")
+    _OPERATORS.define("receive_(Tensor(a!) memory, Tensor(b!) order, Tensor[] held, int program, int number) -> ()")
     for name, run in (("send", _send), ("receive_", _receive)):
         _OPERATORS.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake("functrain::send", lambda x, program, number, shape: x.new_empty(shape), lib=_OPERATORS)
-    torch.library.register_fake("functrain::receive_", lambda memory, held, program, number: None, lib=_OPERATORS)
+    torch.library.register_fake("functrain::send", lambda x, order, program, number, shape: x.new_empty(shape), lib=_OPERATORS)
+    torch.library.register_fake("functrain::receive_", lambda memory, order, held, program, number: None, lib=_OPERATORS)
 
 
 _register()
@@ -104,6 +105,8 @@ class _Writer:
         self.graph, self.mesh, self.messages, self.groups = graph, mesh, messages, mesh.groups.by_axis
         self.on_cpu, self.coordinate = mesh.groups.device.type == "cpu", mesh.coordinate(mesh.rank)
         self.like: fx.Node = graph.output_node()
+        with graph.inserting_before(next(operations(graph))):
+            self.order = self.call(aten.zeros.default, [1])
 
     def replace(self, node: fx.Node) -> None:
         """One collective with its wait, one piece, or one number."""
@@ -127,10 +130,10 @@ class _Writer:
         (wait,) = node.users
         with self.graph.inserting_before(node):
             sent, shape, send, finish = _PARTS[node.target](self, *node.args)
-            memory = self.call(torch.ops.functrain.send.default, sent, self.messages.program, len(self.messages.sends), shape)
+            memory = self.call(torch.ops.functrain.send.default, sent, self.order, self.messages.program, len(self.messages.sends), shape)
         with self.graph.inserting_before(wait):
             number = len(self.messages.sends)
-            self.call(torch.ops.functrain.receive_.default, memory, [sent], self.messages.program, number)
+            self.call(torch.ops.functrain.receive_.default, memory, self.order, [sent], self.messages.program, number)
             self.messages.sends.append(send)
             self.hand_over(wait, finish(memory))
         self.graph.erase_node(node)
