@@ -3,7 +3,7 @@
 Command:  python benchmarks/ranks.py [--runs 5] [--dtype fp32|bf16] [--stage 0|1|2|3] [--steps 6]
 Takes:    about 50 minutes for everything on 2 cores; the first run of DeepSpeed compiles its optimizer for one more.
 Needs:    the `bench` extra: `pip install --constraint constraints.txt -e '.[bench]'`.
-Expect:   a table for each dtype, stage and back end of functrain. Ratios are functrain's value over the peer's, the median over the runs
+Expect:   a table for each dtype and stage. Ratios are functrain's value over the peer's, the median over the runs
           of neighbours in time: below 1 is better. The column "loss" must not differ; "wire" of functrain is within 5 % of what its
           graph says, else the run stops.
 
@@ -44,7 +44,6 @@ class Contestant:
 def contestants(stage: int) -> list[Contestant]:
     """Functrain at a stage, then who does the same."""
     ours = Contestant(f"functrain {stage}", "functrain_ranks.py", ("--stage", str(stage), "--report"))
-    compiled = Contestant(
         f"functrain {stage}, Inductor", "functrain_ranks.py", ("--stage", str(stage), "--report", "--backend", "inductor")
     )
     deepspeed = Contestant(f"DeepSpeed {stage}", "deepspeed_ranks.py", ("--stage", str(stage)))
@@ -63,7 +62,7 @@ def contestants(stage: int) -> list[Contestant]:
             Contestant("JAX sharded", "jax_devices.py", ("--stage", "3"), ranks=1),
         ],
     }
-    return [ours, *([compiled] if stage in (0, 3) else []), *rivals[stage]]  # where a rival is compiled, so is one of ours
+    return [ours, *rivals[stage]]
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ from functrain.compile.capture import Captured, Output
 from functrain.compile.codegen import Program, generate
 from functrain.compile.graph import Storages, outputs, placeholders
 from functrain.compile.inductor import compile_graph
-from functrain.compile.inductor_ranks import compile_for_rank
 from functrain.compile.passes import (
     Pass,
     PassReport,
@@ -103,7 +102,7 @@ def lower(captured: Captured, donated: frozenset[int], options: Options, mesh: M
     chosen = [own_outputs(donated), *options.passes]
     if options.passes == "auto":
         scheduled = mesh is not None and mesh.world_size > 1
-        chosen = [merge_equal, own_outputs(donated), *_passes(_backend(options, captured.graph, mesh), donated, scheduled)]
+        chosen = [merge_equal, own_outputs(donated), *_passes(_backend(options, captured.graph, scheduled), donated, scheduled)]
     graph, reports = run_passes(captured.graph, chosen)  # type: ignore[arg-type]
     return Lowered(captured, graph, reports, donated, options, mesh)
 
@@ -115,9 +114,9 @@ def _passes(backend: str, donated: frozenset[int], scheduled: bool) -> list[Pass
     return [*shared, early_updates(donated), donate(donated), reuse_buffers(donated)]
 
 
-def _backend(options: Options, graph: fx.GraphModule, mesh: Mesh | None) -> str:
-    if mesh is not None and mesh.kind == "virtual":
-        return "eager"  # ranks in lock step, operation by operation
+def _backend(options: Options, graph: fx.GraphModule, ranks: bool = False) -> str:
+    if ranks:
+        return "eager"
     if options.backend != "auto":
         return options.backend
     on_gpu = any(n.meta["val"].device.type == "cuda" for n in placeholders(graph.graph))
@@ -127,17 +126,17 @@ def _backend(options: Options, graph: fx.GraphModule, mesh: Mesh | None) -> str:
 def build(lowered: Lowered) -> Executable:
     """Make a lowered step runnable; where Inductor fails the graph runs operation by operation, and status and log say so."""
     start = time.perf_counter()
-    wanted = _backend(lowered.options, lowered.graph, lowered.mesh)
+    wanted = _backend(lowered.options, lowered.graph, lowered.ranks)
     status = Status("captured", "eager")
     call: Any = None
+    if lowered.ranks and lowered.options.backend == "inductor":
+        status = Status("captured", "eager", "Inductor does not run a graph with collectives yet")
     if lowered.mesh is not None and lowered.mesh.kind == "virtual":
-        if lowered.options.backend == "inductor":
-            status = Status("captured", "eager", "virtual ranks run in lock step, operation by operation; Inductor compiles for real ones")
         call = VirtualProgram(lowered.graph, lowered.mesh).call
         return Executable(lowered, call, None, status, time.perf_counter() - start, _taken_over(lowered))
     if wanted == "inductor":
         try:
-            call = _compiled(lowered)
+            call = compile_graph(lowered.graph)
             status = Status("compiled", "inductor")
         except Exception as error:
             reason = f"Inductor raised {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
@@ -150,12 +149,6 @@ def build(lowered: Lowered) -> Executable:
         program = generate(runnable, lowered.options.release_over)
         call = program.call
     return Executable(lowered, call, program, status, time.perf_counter() - start, _taken_over(lowered))
-
-
-def _compiled(lowered: Lowered) -> Callable[[list[Any]], list[Any]]:
-    if lowered.mesh is not None and lowered.ranks:
-        return compile_for_rank(lowered.graph, lowered.mesh)
-    return compile_graph(lowered.graph)
 
 
 def _taken_over(lowered: Lowered) -> frozenset[int]:
