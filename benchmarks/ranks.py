@@ -44,8 +44,6 @@ class Contestant:
 def contestants(stage: int) -> list[Contestant]:
     """Functrain at a stage, then who does the same."""
     ours = Contestant(f"functrain {stage}", "functrain_ranks.py", ("--stage", str(stage), "--report"))
-        f"functrain {stage}, Inductor", "functrain_ranks.py", ("--stage", str(stage), "--report", "--backend", "inductor")
-    )
     deepspeed = Contestant(f"DeepSpeed {stage}", "deepspeed_ranks.py", ("--stage", str(stage)))
     rivals = {
         0: [
